@@ -1,14 +1,13 @@
-"""The command line: inspects, checks, compares, prints, copies, recovers and deletes snapshots.
+"""The command line.
 
-Output goes to stdout, progress and errors to stderr. On a terminal columns are aligned; in a pipe
-they are separated by tabs. Terminal control characters are escaped. Exit codes, for scripts:
+Output goes to stdout, the rest to stderr. Columns are aligned on a terminal, otherwise separated by
+tabs. Terminal control characters are escaped. Exit codes:
 
     0    done; verify: intact; diff: equal
     1    verify, recover: damaged; diff: different; rm: not confirmed, or complete attempts kept
-    2    bad usage, or no such object in the snapshot
+    2    bad usage, or no such object
     3    no committed snapshot; rm --garbage: and no garbage
-    4    the storage failed or refused; or the snapshot is damaged (except for verify), or needs a
-         newer release or a package that is not installed
+    4    storage error; damaged (except for verify); needs a newer release or a package
     130  interrupted
 """
 
@@ -80,7 +79,7 @@ StorageOption = Annotated[
 def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # Paths and values may have characters that the terminal's encoding lacks.
+            # The encoding may lack characters.
             stream.reconfigure(errors="backslashreplace")
     app()
 
@@ -322,7 +321,7 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
     expendable = complete if is_confirmed else []
     report = _run(maintenance.collect(source, force=force, expendable=expendable))
     if not report.deleted and not report.kept and not report.left:
-        _run(reading.load_index(source))  # raises if there is nothing at all
+        _run(reading.load_index(source))  # raises if empty
     objects = output.count_of(len(report.deleted), "object", "objects")
     output.write_lines([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
@@ -414,8 +413,7 @@ def _write_file(path: str, data: bytes) -> None:
 
 
 def _what_to_delete(source: Source, path: str) -> str:
-    """Describes the snapshot for a question. Damaged snapshots can be deleted, other folders
-    cannot."""
+    """Damaged snapshots can be deleted, other folders cannot."""
     try:
         commit, manifests = _run(reading.load_index(source))
     except ChecksumMismatch:
@@ -461,7 +459,7 @@ def _wait_rows(summary: timeline.Summary) -> Iterator[list[str]]:
 
 
 def _options() -> Options:
-    # Copying or verifying a large snapshot takes hours, and Ctrl-C ends it.
+    # Large snapshots take hours; Ctrl-C ends it.
     return from_env({"ACTORSNAP_TIMEOUT_S": "86400", **os.environ})
 
 
@@ -471,11 +469,10 @@ def _source(path: str, option: list[str] | None) -> Source:
 
 
 def _storage_options(given: list[str] | None) -> dict[str, Any]:
-    """Returns ``storage_options`` from the command line.
+    """Parses the options.
 
     Raises:
-        UsageError: An option is not ``key=value``. The message does not repeat it: it may be a
-            secret.
+        UsageError: An option is not ``key=value``. It is not repeated: it may be secret.
     """
     found: dict[str, Any] = {}
     for text in given or ():
@@ -497,7 +494,7 @@ def _run(script: Script[T]) -> T:
 
 @contextmanager
 def _errors(damaged: int = 4) -> Iterator[None]:
-    """Turns the library's errors into a line and an exit code."""
+    """Turns errors into a line and an exit code."""
     try:
         yield
         sys.stdout.flush()
@@ -510,7 +507,7 @@ def _errors(damaged: int = 4) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
-        # `actorsnap ls X | head`: nobody reads the rest, including buffered output.
+        # `| head`: nobody reads the rest, including buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
 
@@ -530,8 +527,7 @@ def _exit_code(error: ActorSnapError, damaged: int) -> int:
 
 @contextmanager
 def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar on stderr if that is a terminal. The yielded function may be called from any
-    thread."""
+    """Shows a bar if stderr is a terminal. Call the result from any thread."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),

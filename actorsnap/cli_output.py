@@ -1,7 +1,6 @@
-"""How the command line shows the contents of snapshots: rows, trees, JSON, differences and values.
+"""Rows, trees, JSON, differences and values for the command line.
 
-On a terminal columns are aligned; in a pipe they are separated by tabs. Terminal control characters
-are escaped.
+See ``cli`` for columns and control characters.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u206
 
 
 def visible(text: str) -> str:
-    """Returns ``text`` with terminal control characters escaped; line ends stay."""
+    """Escapes terminal control characters except line ends."""
     return _STEERING.sub(lambda m: m[0] if m[0] == "\n" else ascii(m[0])[1:-1], text)
 
 
@@ -76,16 +75,16 @@ def one_line(text: str) -> str:
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """Prints lines in batches: a manifest may have a million of them."""
+    """In batches: a manifest may have a million lines."""
     lines = iter(lines)
     while batch := list(islice(lines, 10_000)):
         sys.stdout.write("".join([f"{one_line(line)}\n" for line in batch]))
 
 
 def print_columns(rows: Iterable[Sequence[str]]) -> None:
-    """Prints cells aligned on a terminal, with tabs between them in a pipe.
+    """Aligns cells on a terminal; else separates them by tabs.
 
-    Does not use ``rich.table``, which cuts paths at the terminal's width: see decision 0001.
+    ``rich.table`` would cut paths at the terminal's width: see decision 0001.
     """
     if not sys.stdout.isatty():
         sys.stdout.writelines("\t".join(map(one_line, row)) + "\n" for row in rows)
@@ -131,16 +130,15 @@ class ListedLeaf:
     entry: Entry
     parts: list[Entry] = field(default_factory=list)
     base: Entry | None = None
-    """The entry that a view refers to."""
+    """Of a view."""
 
     @property
     def counts(self) -> bool:
-        """Whether it is a leaf of the app state; the others are containers."""
+        """It is a leaf of the app state, not a container."""
         return not isinstance(self.entry, ContainerEntry)
 
     @property
     def nbytes(self) -> int:
-        """Number of stored bytes."""
         return sum(
             entry.data.stop - entry.data.start
             for entry in (self.entry, *self.parts)
@@ -148,7 +146,7 @@ class ListedLeaf:
         )
 
     def has_values_of(self, other: ListedLeaf) -> bool:
-        """Whether the values are equal (up to CRC32C's collisions)."""
+        """The values are equal (up to CRC32C's collisions)."""
         ours, theirs = self._content(), other._content()
         return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
 
@@ -178,7 +176,7 @@ def _is_same(ours: Entry, theirs: Entry) -> bool:
 
 
 def leaves_of(manifests: dict[int, RankManifest]) -> dict[str, ListedLeaf]:
-    """Returns containers and leaves by ``<rank>/<path>``, in order; leaves have their parts."""
+    """Returns containers and leaves by ``<rank>/<path>``, in order."""
     leaves: dict[str, ListedLeaf] = {}
     for rank, manifest in manifests.items():
         by_name = named_entries(manifest)
@@ -194,7 +192,7 @@ def leaves_of(manifests: dict[int, RankManifest]) -> dict[str, ListedLeaf]:
 
 
 def describe(leaf: ListedLeaf) -> list[str]:
-    """What a leaf or container is, in columns: the type, and size or kin."""
+    """Returns columns: the type, and size or kin."""
     entry = leaf.entry
     match entry:
         case TensorEntry() | ViewEntry() | CompositeEntry():
@@ -218,7 +216,7 @@ def describe(leaf: ListedLeaf) -> list[str]:
 
 
 def _value_text(entry: ValueEntry) -> str:
-    if isinstance(entry.value, dict | list):  # JSON cannot represent it
+    if isinstance(entry.value, dict | list):  # not JSON
         return repr(decode_inline(entry.value, entry.path))
     return json.dumps(entry.value, ensure_ascii=False)
 
@@ -229,7 +227,7 @@ def shorten(text: str) -> str:
 
 @dataclass(slots=True)
 class Node:
-    """A path component: the leaf at it, and the components below."""
+    """A path component."""
 
     leaf: ListedLeaf | None = None
     children: dict[str, Node] = field(default_factory=dict)
@@ -254,7 +252,7 @@ def tree_of(leaves: Mapping[str, ListedLeaf]) -> Node:
 
 
 def draw_tree(root: Node, max_depth: int) -> Iterator[str]:
-    # An explicit stack: states may nest as deeply as Python's own limit.
+    # No recursion: states may nest as deeply as Python's limit.
     levels = [iter(root.children.items())]
     left = [len(root.children)]
     while levels:
@@ -301,7 +299,7 @@ def manifests_json(path: str, commit: Commit, manifests: dict[int, RankManifest]
 
 
 def data_objects(manifests: dict[int, RankManifest]) -> list[ObjectRecord]:
-    """Returns the data objects, each once, even if several ranks wrote it."""
+    """Each once, even if several ranks wrote it."""
     found: dict[str, ObjectRecord] = {}
     for manifest in manifests.values():
         for record in manifest.objects:
@@ -339,7 +337,7 @@ def describe_difference(
     if descriptions[0] != descriptions[1]:
         return [f"! {path}", " -> ".join(descriptions)]
     if not was.has_values_of(now):
-        # Checksums cover the memory that views share, not each view.
+        # Checksums cover the memory that views share.
         is_view = isinstance(was.entry, ViewEntry)
         return [f"~ {path}", *describe(was), f"other values{' in that memory' * is_view}"]
     return None
@@ -394,7 +392,7 @@ def value_text(value: Any) -> str:
     value = unflatten("v", zip(paths, map(_shorten_bytes, leaves), strict=True))
     try:
         return repr(value)
-    except (NotImplementedError, RuntimeError) as error:  # torch has dtypes that it cannot print
+    except (NotImplementedError, RuntimeError) as error:  # some dtypes of torch
         raise UsageError(f"the value cannot be printed; use --raw: {error}") from error
 
 

@@ -1,7 +1,7 @@
-"""Log lines with fields, robust against any logging setup of the application.
+"""Log lines with fields, robust against any logging setup.
 
-A log line must not make a save fail or hang. The application's records may already have fields of
-these names (``logging.setLogRecordFactory``), and its factories, filters and handlers may raise.
+A log line must not make a save fail or hang. The application's records may have fields of these
+names (``logging.setLogRecordFactory``); its factories, filters and handlers may raise.
 """
 
 from __future__ import annotations
@@ -26,15 +26,14 @@ _Failure = (
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
-    """The logger of a module. Its methods never raise.
-
-    Failures of handlers are reported as ``logging`` reports its own.
+    """A module's logger. Its methods never raise; failures of handlers are reported as ``logging``
+    does.
     """
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.getLogger(name))
 
-    def log(  # all other methods of an adapter call it
+    def log(  # called by all other methods
         self,
         level: int,
         msg: object,
@@ -45,13 +44,10 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         extra: Mapping[str, object] | None = None,
         **_: object,
     ) -> None:
-        """Logs a line with the fields ``extra``.
-
-        They do not replace fields that the application adds to all records.
-        """
+        """Logs a line. ``extra`` does not replace the application's own fields."""
         if not self.isEnabledFor(level):
             return
-        # Another package's exception may raise while it is formatted.
+        # Formatting a foreign exception may raise.
         args = tuple([text_of(a) if isinstance(a, BaseException) else a for a in args])
         name = self.logger.name
         record = logging.LogRecord(name, level, "", 0, msg, args, None)
@@ -67,6 +63,6 @@ class Log(logging.LoggerAdapter[logging.Logger]):
             for field, value in (extra or {}).items():
                 vars(record).setdefault(field, value)
             self.logger.handle(record)
-        except (Exception, SystemExit):  # a handler's SystemExit would end only the runtime's loop
-            with contextlib.suppress(Exception):  # formatting ``exc_info`` may raise
+        except (Exception, SystemExit):  # SystemExit would end only the runtime's loop
+            with contextlib.suppress(Exception):  # so may formatting ``exc_info``
                 logging.Handler().handleError(record)

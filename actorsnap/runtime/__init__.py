@@ -1,1 +1,1 @@
-"""The runtime: its loop thread, worker threads and memory."""
+"""The runtime: loop thread, worker threads, memory."""

@@ -1,15 +1,12 @@
 """Staging memory, reused by later saves.
 
-Touching fresh memory costs more than copying into it (2.4 instead of 5.2 GiB/s per thread), so
-released blocks are kept. Block sizes are powers of two. Until the arena is shared, blocks are
-private and ask for huge pages. Afterwards they are ranges of one nameless in-memory file, which
-another process maps through its descriptor (``ArenaView``).
+Touching fresh memory is slow (2.4 instead of 5.2 GiB/s per thread), so released blocks are kept.
+Block sizes are powers of two. Once shared, blocks are ranges of an in-memory file, which another
+process maps (``ArenaView``), in segments: each mapping costs a descriptor. A segment is as large as
+all before it, and a block begins at a multiple of its size, so no block crosses a boundary.
 
-Both ends map the file in segments, each as large as all before it, because each mapping costs a
-descriptor. A block begins at a multiple of its size, so it never crosses a segment boundary.
-
-A block used for a device copy stays pinned until it is dropped. Pinning commits the memory of the
-whole range, so blocks are pinned, not segments.
+A block for device copies stays pinned until it is dropped. Pinning commits memory, so blocks are
+pinned, not segments.
 """
 
 from __future__ import annotations
@@ -32,12 +29,12 @@ logger = Log(__name__)
 
 _MIN_CLASS_BYTES = 1 << 16
 _SEGMENT_BYTES = 1 << 28
-"""Size of the first segment, in bytes."""
+"""Size of the first segment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ArenaStatistics:
-    """Bytes of lent and of free blocks, the peak of their sum, and the bytes of pinned blocks."""
+    """Bytes of lent, free and pinned blocks; ``peak_bytes``: of lent and free ones together."""
 
     lent_bytes: int
     free_bytes: int
@@ -47,7 +44,7 @@ class ArenaStatistics:
 
 @dataclass(slots=True, eq=False)
 class _Block:
-    """``offset`` is the place in the file, None if private; ``pinner`` has pinned it."""
+    """``offset`` is the place in the file, None if private."""
 
     memory: mmap.mmap
     offset: int | None
@@ -69,10 +66,10 @@ class _Block:
 
 
 class Arena:
-    """Lends writable memory and keeps returned blocks, up to a limit. Thread-safe.
+    """Lends writable memory and keeps returned blocks. Thread-safe.
 
     Args:
-        limit_bytes: Limit of lent and free blocks together. Lent blocks alone may exceed it.
+        limit_bytes: Limit of lent and free blocks together; lent blocks alone may exceed it.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -90,7 +87,7 @@ class Arena:
         self._is_closed = False
         self._pinned_bytes = 0
         self._pins = True
-        # Ranges of the file without a block, by size in bytes.
+        # Ranges of the file without a block, by size.
         self._holes: dict[int, list[int]] = {}
 
     @property
@@ -107,10 +104,7 @@ class Arena:
             )
 
     def share(self) -> int:
-        """Makes memory that is lent from now on shareable.
-
-        Returns:
-            The file's descriptor, always the same one. The arena owns it.
+        """Makes memory that is lent from now on shareable; returns the arena's file descriptor.
 
         Raises:
             OSError: the file could not be created.
@@ -128,7 +122,7 @@ class Arena:
             return self._file
 
     def close(self) -> None:
-        """Closes the file and drops all free blocks. Lent memory stays valid; it is not kept."""
+        """Closes the file and drops free blocks. Lent memory stays valid."""
         with self._lock:
             self._is_closed = True
             file, self._file = self._file, None
@@ -149,7 +143,7 @@ class Arena:
         """Returns ``nbytes`` of writable memory with unspecified content.
 
         Raises:
-            MemoryError: the memory could not be allocated.
+            MemoryError: no memory.
         """
         size = block_bytes(nbytes)
         with self._lock:
@@ -168,10 +162,10 @@ class Arena:
         return view
 
     def offset_of(self, view: memoryview) -> int:
-        """Returns the offset in the file of memory from ``allocate``.
+        """Returns the offset of lent memory in the file.
 
         Raises:
-            LookupError: the memory is private: it was lent before the arena was shared.
+            LookupError: it was lent before the arena was shared.
         """
         block = self._lent[id(view)]
         if block.offset is None:
@@ -179,7 +173,7 @@ class Arena:
         return block.offset
 
     def free(self, view: memoryview) -> None:
-        """Takes memory from ``allocate`` back. No other view of it may be in use."""
+        """Takes lent memory back. No other view of it may be in use."""
         with self._lock:
             block = self._lent.pop(id(view))
             self._lent_bytes -= block.size
@@ -192,10 +186,10 @@ class Arena:
                 self._drop(block)
 
     def pin(self, view: memoryview, pinner: Pinner) -> None:
-        """Pins memory from ``allocate``, once. Blocks. Only for the borrower.
+        """Pins lent memory, once. Blocks. Only for the borrower.
 
-        If the system refuses, a warning is logged once and nothing is pinned any more: device
-        copies also work with unpinned memory, only slower.
+        If the system refuses, logs one warning and pins nothing any more: device copies also work
+        with unpinned memory, only slower.
         """
         block = self._lent[id(view)]
         if block.pinner is not None or not self._pins:
@@ -213,9 +207,7 @@ class Arena:
             self._pinned_bytes += block.size
 
     def warm_up(self, sizes: Iterable[int], pinner: Pinner | None = None) -> None:
-        """Touches blocks for loans of these sizes, held at the same time, up to the limit.
-
-        Blocks. Writes one byte per page.
+        """Touches blocks for simultaneous loans of these sizes, up to the limit. Blocks.
 
         Args:
             pinner: Also pins the blocks.
@@ -235,7 +227,6 @@ class Arena:
                 self.free(view)
 
     def trim(self) -> None:
-        """Returns all free blocks to the system."""
         with self._lock:
             self._drop_free()
 
@@ -250,13 +241,13 @@ class Arena:
         if self._is_forgotten:
             return
         if block.pinner is not None:
-            # Unpinned first, so that the device cannot reach the pages when they are reused.
+            # Unpinned first: the device must not reach reused pages.
             block.pinner.unpin(block.address)
             block.pinner = None
             self._pinned_bytes -= block.size
         if block.offset is None:
             return  # unmapped with its last view
-        # The file keeps the pages for every process until they are removed.
+        # The file keeps the pages until they are removed.
         block.remove()
         if self._file is not None:
             self._holes.setdefault(block.size, []).append(block.offset)
@@ -288,7 +279,7 @@ class Arena:
 
 
 class ArenaView:
-    """Read access to the shared arena of another process.
+    """Reads the shared arena of another process.
 
     Args:
         file: The arena's descriptor; the caller keeps it.
@@ -302,7 +293,7 @@ class ArenaView:
         """Returns the memory of an ``Arena.allocate`` of ``nbytes`` at ``offset``.
 
         Raises:
-            MemoryError: the mapping failed, or the arena has no such block.
+            MemoryError: the mapping failed, or there is no such block.
         """
         start, size = _segment(offset)
         if start not in self._segments:
@@ -317,7 +308,7 @@ class ArenaView:
 
 
 def _segment(offset: int) -> tuple[int, int]:
-    """Returns the start and size of the segment that contains ``offset``, in bytes."""
+    """Returns start and size of the segment around ``offset``."""
     if offset < _SEGMENT_BYTES:
         return 0, _SEGMENT_BYTES
     start = 1 << (offset.bit_length() - 1)
@@ -325,7 +316,6 @@ def _segment(offset: int) -> tuple[int, int]:
 
 
 def block_bytes(nbytes: int) -> int:
-    """Returns the size of the block for ``nbytes``, in bytes."""
     return max(_MIN_CLASS_BYTES, 1 << (nbytes - 1).bit_length()) if nbytes else _MIN_CLASS_BYTES
 
 

@@ -1,6 +1,5 @@
-"""Broadcasts CPU memory from one rank to others over a private gloo group.
-
-The job needs no process group, and its own groups stay in step even if a broadcast fails.
+"""Broadcasts CPU memory over a private gloo group: the job's own groups stay in step even if a
+broadcast fails.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ from actorsnap.runtime.host import Host
 
 __all__ = ["Broadcaster", "obstacle"]
 
-_dist: Any = dist  # the stubs lack stores and gloo
+_dist: Any = dist  # lacks stores and gloo in the stubs
 
 if TYPE_CHECKING:
 
     class _Store:
-        """torch's ``Store``, which the stubs lack."""
+        """Missing in the stubs."""
 
 elif dist.is_available():
     from torch.distributed import Store as _Store
@@ -33,16 +32,16 @@ else:
     _Store = object
 
 _BROADCAST_S = 30.0
-"""Time limit of a broadcast between responsive ranks."""
+"""Time limit between responsive ranks."""
 
 _MAX_POLL_S = 0.25
 
 _NUM_CLEANERS = 2
-"""Number of ranks that remove the keys of others: one of them may be killed."""
+"""Ranks that remove others' keys: one may be killed."""
 
 
 def obstacle() -> str:
-    """Returns why this process cannot broadcast memory; empty if it can."""
+    """Returns why this process cannot broadcast, if so."""
     if dist.is_available() and dist.is_gloo_available():
         return ""
     return "torch was built without gloo"
@@ -53,9 +52,8 @@ class Broadcaster:
 
     Args:
         connect: Returns a connection to the job's store. Blocks.
-        name: The same on all these ranks, and unique at the store.
-        rank: This rank's position among the ``num_ranks``.
-        lost_after_s: See ``Options``.
+        name: Unique at the store; the same on all these ranks.
+        rank: Position among the ``num_ranks``.
     """
 
     def __init__(
@@ -69,14 +67,14 @@ class Broadcaster:
         lost_after_s: float,
     ) -> None:
         self._host = host
-        # Errors are raised with a delay: rank 0 identifies the rank that caused them, first.
+        # Errors are raised late: rank 0 identifies their cause first.
         self._patience_s = 2 * lost_after_s
         self._timeout_s = _BROADCAST_S + lost_after_s
         self._meeting = _Meeting(connect, name, rank, num_ranks, self._timeout_s)
         self._group: Any = None
 
     async def meet(self) -> None:
-        """Makes the group together with the other ranks.
+        """Makes the group, with the other ranks.
 
         Raises:
             RuntimeError: Ranks are missing.
@@ -99,12 +97,12 @@ class Broadcaster:
             tasks.cancel_scope.cancel()
 
     async def broadcast(self, memory: memoryview, source: int) -> None:
-        """Sends ``memory`` if this is rank ``source``; otherwise receives into it.
+        """Sends ``memory`` from rank ``source``; others receive into theirs.
 
         Raises:
             RuntimeError: Another rank is gone.
-        Cancellation: Delayed while the group uses the memory: until another rank leaves the group,
-            or its timeout. Run it as an errand.
+        Cancellation: Delayed until another rank leaves, or the timeout: the group uses the memory.
+        Run it as an errand.
         """
         tensor = torch.frombuffer(memory, dtype=torch.uint8)
         ended = anyio.Event()
@@ -119,17 +117,17 @@ class Broadcaster:
             raise
 
     async def close(self, *, is_done: bool) -> None:
-        """Leaves the group, after the last broadcast.
+        """Leaves the group.
 
         Args:
-            is_done: Whether all broadcasts succeeded on this rank.
+            is_done: All broadcasts succeeded on this rank.
         """
         await self._host.run_blocking(self._close, is_done)
 
     def _make(self) -> None:
         gloo = _dist.ProcessGroupGloo
-        # gloo's defaults, but it connects to a rank on first use: connections to all ranks could
-        # exceed the limit of open files.
+        # gloo's defaults, but connections are made on first use: to all ranks they could exceed the
+        # limit of open files.
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0]
         options = gloo._Options()
         options._devices = [
@@ -156,11 +154,10 @@ class Broadcaster:
 
 
 class _Meeting(_Store):
-    """The store passed to gloo, through which ranks exchange addresses.
+    """The store passed to gloo, for ranks to exchange addresses.
 
-    With the job's store, each rank would ask for every other rank, wait there without a way to
-    cancel, and leave its address. This one sends and receives all entries at once. The last rank
-    removes them.
+    Through the job's store, each rank would ask for every other one, without cancellation. This one
+    exchanges all entries at once; the last rank removes them.
     """
 
     def __init__(
@@ -187,17 +184,17 @@ class _Meeting(_Store):
         self._own[key] = value
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
-        """Called when gloo connects: possibly much later, on its own thread."""
+        """Called when gloo connects: possibly late, on its own thread."""
         self.exchange()
 
     def get(self, key: str) -> bytes:
         return self._entries[key]
 
     def exchange(self) -> None:
-        """Publishes the own entries and waits for those of all ranks. Later calls do nothing.
+        """Publishes this rank's entries and waits for all others. Later calls do nothing.
 
         Raises:
-            RuntimeError: Ranks are missing at the timeout or at the end of the meeting.
+            RuntimeError: Ranks are missing at the timeout or the end of the meeting.
         """
         if self._entries:
             return
@@ -217,9 +214,9 @@ class _Meeting(_Store):
             self._remove(self._keys)
 
     def clear(self) -> None:
-        """Removes the keys of a meeting that may be incomplete."""
+        """Removes the keys of an incomplete meeting."""
         if not self._own:
-            return  # this rank has published nothing
+            return  # nothing was published
         self._remove(self._keys if self.rank < _NUM_CLEANERS else [self._keys[self.rank]])
 
     def _remove(self, keys: list[str]) -> None:

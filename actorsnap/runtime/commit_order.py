@@ -1,7 +1,6 @@
-"""Saves of this process to one path commit in the order of their calls.
+"""Orders the commits of this process to one path by their calls.
 
-Otherwise a large save would replace a later, smaller one. Only saves with ``overwrite`` take part:
-without it the second save fails.
+Otherwise a large save would replace a later, smaller one. Only for saves with ``overwrite``.
 """
 
 from __future__ import annotations
@@ -15,19 +14,19 @@ __all__ = ["CommitOrder", "CommitTurn", "LocalTurn"]
 
 
 class CommitTurn(Protocol):
-    """The position of one save in the order. On the runtime's loop only."""
+    """The position of one save. On the runtime's loop only."""
 
     async def wait(self) -> bool:
-        """Waits until all earlier saves have ended.
+        """Waits for the end of all earlier saves.
 
         Returns:
-            Whether an earlier save's commit got no answer from the storage and may still take
-            effect. Reported to one save only.
+            Whether an earlier commit, unanswered by the storage, may still take effect; true for
+            one save only.
         """
         ...
 
     def release(self, *, is_unanswered: bool = False) -> None:
-        """Lets later saves commit, because this one has ended. Idempotent."""
+        """Lets later saves commit. Idempotent."""
         ...
 
 
@@ -39,7 +38,7 @@ class CommitOrder:
         self._lock = threading.Lock()
 
     def join(self, path: str) -> LocalTurn:
-        """Takes the next turn at ``path``, a normalised URL."""
+        """Takes a turn; ``path`` is a normalised URL."""
         with self._lock:
             turn = self._last[path] = LocalTurn(self, path, self._last.get(path))
             return turn
@@ -67,7 +66,7 @@ class LocalTurn:
                 ended = anyio.Event()
                 before._waiting.append(ended)
                 await ended.wait()
-            # An earlier save may have ended before its own turn came.
+            # It may have ended before its turn.
             is_unanswered |= bool(before._is_unanswered)
             self._before = before._before
         return is_unanswered

@@ -1,4 +1,4 @@
-"""Compares an app state with a snapshot: reads no data and changes nothing."""
+"""Compares an app state with a snapshot, without reading data."""
 
 from __future__ import annotations
 
@@ -34,15 +34,15 @@ __all__ = ["Compared", "compare"]
 
 @dataclass(slots=True)
 class Compared:
-    """The result of comparing an app state with a snapshot.
+    """The result of a comparison.
 
     Attributes:
         parts: The restorable part of each key, in load order.
-        adapting: The comparison with each module that adapts the loaded state itself.
+        adapting: The comparison of each module that adapts the loaded state itself.
         missing, unexpected, mismatched, kept: See ``RestoreReport``.
         without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
-        unplaced: Paths without a place here, by escaped key. Other ranks may have a place, as with
-            layers of other pipeline stages.
+        unplaced: Paths without a place here, by escaped key. Other ranks may have one (pipeline
+            stages).
         hints: A line per missing key that resembles a key of the snapshot.
     """
 
@@ -57,7 +57,6 @@ class Compared:
     without_optim: list[str] = field(default_factory=list)
 
     def build(self) -> dict[str, Any]:
-        """Returns the restored states, by key, for ``load_state_dict``."""
         states = {key: part.build() for key, part in self.parts.items()}
         for key in self.without_optim:
             if key in states:
@@ -80,8 +79,8 @@ def compare(
     """Compares an app state with a snapshot.
 
     Args:
-        index: As ``rank`` sees it.
-        states: The states of ``app_state``, in load order.
+        index: As seen by ``rank``.
+        states: In load order.
 
     Raises:
         UsageError, FormatError, MemoryError: See ``prepare``.
@@ -151,7 +150,7 @@ class _Comparer:
         compared.mismatched += stuck
         if isinstance(stateful, torch.optim.Optimizer) and (stuck or part.match.mismatched):
             compared.mismatched += part.match.mismatched
-            return  # an optimizer loads all of its state or none
+            return  # loads all of its state or none
         differs = (
             part.match.missing
             or part.match.unexpected
@@ -160,7 +159,7 @@ class _Comparer:
         )
         if differs and adapts(stateful):
             compared.adapting[key] = part
-            # Into fresh memory: a module that adapts may move a leaf to another name.
+            # Fresh: a module that adapts may move a leaf.
             part = self._prepare(key, is_fresh=True)
         compared.missing += part.match.missing
         compared.unexpected += part.match.unexpected
@@ -169,13 +168,12 @@ class _Comparer:
         compared.parts[key] = part
 
     def separate_memory(self) -> None:
-        """Separates leaves that share memory in the app state but not in the snapshot.
+        """Separates leaves that share memory only in the app state.
 
-        A module's parameters keep the memory, because the module computes with it. Among other
-        leaves the first keeps it.
+        Parameters of modules keep it: modules compute with it. Otherwise the first leaf keeps it.
         """
         parts = self.compared.parts
-        # load_state_dict copies a module's leaves into the module's own memory: the last one wins.
+        # load_state_dict copies into the module's own memory: the last one wins.
         in_modules = [key for key in parts if isinstance(self._app_state[key], torch.nn.Module)]
         others = [key for key in parts if key not in in_modules]
         fixed = [each for key in in_modules for each in parts[key].memory.destinations]
@@ -224,7 +222,7 @@ class _Comparer:
         return True
 
     def _explain_private(self, key: str, paths: Sequence[str]) -> list[str]:
-        """Returns a line per set of ranks with private leaves that the app state wants."""
+        """Returns a line per set of ranks with wanted private leaves."""
         index = self._index
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         for path in paths:
@@ -253,7 +251,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 
 def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: Any) -> list[str]:
-    """Returns a line if an optimizer of distributed parameters has no state to restore into."""
+    """Returns a line if an optimizer of distributed parameters has no state yet."""
     if not isinstance(stateful, torch.optim.Optimizer):
         return []
     if not any(map(is_distributed, _parameters(stateful))):
@@ -271,7 +269,7 @@ def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: 
 
 
 def _stuck_on_meta(key: str, stateful: Stateful, part: KeyRestore) -> list[str]:
-    """Returns a line per leaf on the meta device that its stateful cannot replace."""
+    """Returns a line per leaf on the meta device that cannot be replaced."""
     if can_assign(stateful):
         return []
     if isinstance(stateful, torch.optim.Optimizer) and any(

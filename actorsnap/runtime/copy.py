@@ -1,12 +1,11 @@
-"""The body of ``Snapshot.copy_to``, as a script (see ``runtime.taking``).
+"""The script of ``Snapshot.copy_to``.
 
-The copy has the same object keys as the source, so manifests and commit object are byte-identical.
-``planning.copy`` decides which objects to copy and which to skip. Each byte in transit is
-compared with the source's checksums, which the destination gets, too.
+The copy has the source's object keys, so manifests and commit object are byte-identical. Each byte
+in transit is compared with the source's checksums, which the destination gets, too.
 
-A garbage collection at the destination would take the attempt for dead. So the copy is a second
-attempt next to it, whose claim protects the copied attempt and lists its complete objects for a
-resume (``docs/format.md``, "Claims"). Only one copy at a time writes an attempt.
+A garbage collection at the destination would take the attempt for dead. So the copy has its own
+attempt, whose claim protects the copied one and lists its complete objects for a resume
+(``docs/format.md``, "Claims"). Only one copy at a time writes an attempt.
 """
 
 from __future__ import annotations
@@ -70,8 +69,6 @@ _UNCLAIMED = (
 
 
 class CopyEventKind(StrEnum):
-    """The kind of a ``CopyEvent``."""
-
     BEGUN = "begun"
     MOVED = "moved"
     COPIED = "copied"
@@ -83,11 +80,10 @@ class CopyEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a copy.
 
     Attributes:
-        kind: ``begun``: the amount of work is known; ``moved``: some bytes arrived; ``copied``:
-            an object is complete; ``skipped``: an object was complete before; ``committed``: the
-            last event.
-        key: The key of the object; empty for other events.
-        nbytes: Size of the object, or number of bytes moved; 0 for other events.
+        kind: ``begun``: the amount of work is known; ``moved``: bytes arrived; ``copied``: an
+            object is complete; ``skipped``: it was complete before; ``committed``: the last event.
+        key: Of the object; empty for other events.
+        nbytes: Size of the object, or bytes moved; else 0.
         done_bytes, total_bytes: Bytes of the snapshot; skipped bytes count as done.
     """
 
@@ -102,7 +98,7 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a copy.
 
     Attributes:
-        attempt: The attempt of the snapshot, the same on both sides.
+        attempt: The same on both sides.
         was_there: The copy was already committed; nothing was done.
         num_copied, copied_bytes: Objects sent.
         num_skipped, skipped_bytes: Intact objects of an interrupted copy.
@@ -124,7 +120,7 @@ def copy(
     overwrite: bool,
     on_event: Callable[[CopyEvent], object] | None = None,
 ) -> Script[CopyReport]:
-    """Copies a snapshot. Calls ``on_event`` on worker threads, one call at a time."""
+    """Copies a snapshot. Calls ``on_event`` on worker threads, one at a time."""
 
     async def step(host: Host) -> CopyReport:
         async with source.opened(host, "copy") as (storage, reader, errands):
@@ -140,7 +136,7 @@ def copy(
 async def _open_destination(
     host: Host, to: Location, errands: AbandonableTasks
 ) -> AsyncIterator[tuple[Storage, str]]:
-    """Yields the destination storage and the name of the copy's own attempt."""
+    """Yields destination and name of the copy's own attempt."""
     copier = host.resources.attempts.new()
     try:
         target = await open_location(
@@ -178,7 +174,7 @@ class _Copy:
         self._errands = errands
         self._on_event = on_event
         self._reporting = anyio.Lock()
-        self._attempt = ""  # this and the claim are set by ``run``
+        self._attempt = ""  # these two are set by ``run``
         self._claim: CopyClaim
         self._report = CopyReport(attempt="")
         self._done_bytes = self._total_bytes = 0
@@ -190,7 +186,7 @@ class _Copy:
         """Runs the copy.
 
         Raises:
-            ActorSnapError: nothing was committed; the objects written are garbage until resumed.
+            ActorSnapError: nothing was committed; a later copy may resume.
         """
         with self._reading():
             commit, manifests = await self._source.index(reader)
@@ -203,10 +199,10 @@ class _Copy:
         if await self._is_there(commit, plan, overwrite):
             return msgspec.structs.replace(self._report, was_there=True)
         if await self._has_unclaimed():
-            # Another copy may have committed and withdrawn its claim since.
+            # Another copy may have committed.
             if await self._is_there(commit, plan, overwrite):
                 return msgspec.structs.replace(self._report, was_there=True)
-            # Refused before the first claim: with one, the next copy would adopt these objects.
+            # Before the first claim: with one, the next copy would adopt these objects.
             raise self._claim.refused(_UNCLAIMED)
         try:
             async with anyio.create_task_group() as tasks:
@@ -219,7 +215,7 @@ class _Copy:
                 tasks.cancel_scope.cancel()
         except BaseException:
             if not self._claim.is_current:
-                await self._errands.clean_up(self._claim.renew)  # for the copy that resumes
+                await self._errands.clean_up(self._claim.renew)  # for a resume
             raise
         await self._errands.clean_up(self._claim.withdraw)
         return msgspec.structs.replace(self._report, was_there=was_there)
@@ -251,10 +247,8 @@ class _Copy:
         await self._errands.clean_up(collect)
         await self._report_event(CopyEventKind.COMMITTED)
 
-    # The state of the destination
-
     async def _is_there(self, commit: Commit, plan: CopyPlan, overwrite: bool) -> bool:
-        """Returns whether this snapshot is committed at the destination with all its objects.
+        """Returns whether the whole snapshot is committed at the destination.
 
         Raises:
             ObjectExists: another or a damaged snapshot is there and ``overwrite`` is false; or this
@@ -268,7 +262,7 @@ class _Copy:
             if older is None:
                 return False
             if older.attempt == commit.attempt:
-                # Damaged objects could only be replaced while they are committed.
+                # Damaged objects would be replaced while committed.
                 await self._check_committed(older, commit, plan)
                 return True
         except (UnsupportedFormat, NotASnapshot):
@@ -286,7 +280,7 @@ class _Copy:
         return False
 
     async def _check_committed(self, there: Commit, commit: Commit, plan: CopyPlan) -> None:
-        """Raises ObjectExists if the committed attempt differs from the result of a copy."""
+        """Raises ObjectExists if the committed attempt is not what a copy would write."""
         if there != commit:
             what = "this snapshot is committed there, but the commit object differs (recovered?)"
         else:
@@ -305,11 +299,11 @@ class _Copy:
         )
 
     async def _has_unclaimed(self) -> bool:
-        """Returns whether the attempt has objects at the destination but no copy's claim."""
+        """Returns whether objects of the attempt are there without a claim."""
         with self._writing():
             if not await self._sizes():
                 return False
-            # One at a time: the first claim is enough.
+            # The first claim is enough.
             for owner in await find_attempts(self._target):
                 claims = await find_claims(self._target, [owner])
                 if self._attempt in claims.copies:
@@ -320,7 +314,7 @@ class _Copy:
         """Deletes unusable objects of an interrupted copy; returns the keys of the others.
 
         Raises:
-            StorageError: the attempt has objects that no copy has written.
+            StorageError: no copy has written the objects.
         """
         with self._writing():
             found = await self._sizes()
@@ -340,15 +334,15 @@ class _Copy:
                     logger.debug("%s: %s is gone", self._target.url, info.key)
             leftovers = sort_leftovers(plan, found, noted)
             await self._target.delete(leftovers.others)
-        # The next resume also needs these.
+        # The next resume needs these, too.
         self._claim.add(leftovers.complete)
         return leftovers.complete
 
     async def _check_complete(self, plan: CopyPlan) -> None:
-        """Checks all objects before the commit; a forced deletion ignores claims.
+        """Checks all objects before the commit: a forced deletion ignores claims.
 
         Raises:
-            StorageError: objects are missing, or others may have taken this copy for dead.
+            StorageError: objects are missing, or others may take this copy for dead.
         """
         num_done = self._report.num_copied + self._report.num_skipped
         if num_done != len(plan.objects):
@@ -393,12 +387,10 @@ class _Copy:
         return replaced, was_vacant
 
     async def _discard(self) -> None:
-        """Deletes the copied attempt and the claim."""
+        """Deletes attempt and claim."""
         self._claim.clear()
         await self._target.delete_folder(self._attempt)
         await self._claim.withdraw()
-
-    # Bytes
 
     async def _copy_all(self, objects: Sequence[ObjectCopy], kept: frozenset[str]) -> None:
         async def perform(copied: ObjectCopy) -> None:
@@ -436,7 +428,7 @@ class _Copy:
         self._claim.add([copied.key])
 
     async def _is_whole(self, copied: ObjectCopy) -> bool:
-        """Returns whether all bytes of an object at the destination match."""
+        """Returns whether all bytes at the destination match."""
 
         async def check(spans: tuple[ByteRange, ...]) -> None:
             nbytes = spans[-1].stop - spans[0].start
@@ -455,7 +447,7 @@ class _Copy:
     async def _for_each_write(
         self, copied: ObjectCopy, perform: Callable[[tuple[ByteRange, ...]], Awaitable[None]]
     ) -> None:
-        """Calls ``perform`` for each write of an object, several at a time."""
+        """Calls ``perform`` for each write, several at a time."""
         limits = self._target.capabilities
         writes = split_writes(
             copied,
@@ -485,10 +477,10 @@ class _Copy:
     async def _read(
         self, storage: Storage, copied: ObjectCopy, spans: tuple[ByteRange, ...], view: memoryview
     ) -> int:
-        """Reads into ``view`` and verifies the bytes; returns their checksum.
+        """Reads into ``view`` and verifies; returns the checksum.
 
         Raises:
-            ChecksumMismatch: bytes are missing or differ from the saved ones.
+            ChecksumMismatch: bytes are missing or differ.
         """
 
         async def read() -> int:
@@ -499,8 +491,6 @@ class _Copy:
             return await read_intact(storage, read)
         except ObjectNotFound as error:
             raise ChecksumMismatch(key=copied.key, detail="the object is missing") from error
-
-    # Events and errors
 
     async def _count(self, kind: CopyEventKind, copied: ObjectCopy) -> None:
         report = self._report
@@ -549,7 +539,7 @@ class _Copy:
 
 
 def _verify_spans(key: str, spans: tuple[ByteRange, ...], view: memoryview) -> int:
-    """Verifies bytes span by span; returns the checksum of all of them."""
+    """Verifies span by span; returns the total checksum."""
     first = spans[0].start
     total = 0
     for span in spans:

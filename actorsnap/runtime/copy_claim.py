@@ -1,7 +1,6 @@
 """The claim of a copy on the attempt that it writes (``docs/format.md``, "Claims").
 
-A claim keeps collectors and other copies away from the attempt. It lists the complete objects, for
-a copy that resumes.
+Keeps collectors and other copies away, and lists complete objects for a resume.
 """
 
 from __future__ import annotations
@@ -21,21 +20,20 @@ from actorsnap.storage.base import Storage
 __all__ = ["CopyClaim", "naming_side"]
 
 _BEAT_S = 15.0
-"""Interval between renewals of a copy's claim, in seconds."""
+"""Interval between renewals."""
 
 _STALE_S = 120.0
-"""Age at which an unrenewed claim counts as dead, also if its process cannot be checked, in
-seconds. A copy that cannot renew its own claim gives up earlier."""
+"""Age at which an unrenewed claim counts as dead. A copy that cannot renew gives up earlier."""
 
 _LOOK_S = 0.5
-"""Interval between checks whether another copy or a collection has ended, in seconds."""
+"""Interval of looking for the end of another copy or a collection."""
 
 
 class CopyClaim:
-    """The claim of the copy ``copier`` on ``attempt``.
+    """The claim of a copy on ``attempt``.
 
     Attributes:
-        copier: The attempt in whose folder the claim is.
+        copier: The attempt with the claim in its folder.
     """
 
     def __init__(
@@ -54,24 +52,23 @@ class CopyClaim:
 
     @property
     def is_current(self) -> bool:
-        """Whether the claim in the storage lists all complete objects."""
         return self._noted == self._stored
 
     def add(self, keys: Collection[str]) -> None:
-        """Notes that objects are complete."""
+        """Notes complete objects."""
         self._stored.update(keys)
         self._has_news.set()
 
     def remove(self, key: str) -> None:
-        """Notes that an object is about to be deleted."""
+        """Call before deleting the object."""
         self._stored.discard(key)
 
     def clear(self) -> None:
-        """Notes that all objects are about to be deleted."""
+        """Call before deleting all objects."""
         self._stored, self._noted = set(), frozenset()
 
     async def renew(self) -> None:
-        # In sequence: an older claim must not overwrite a newer one.
+        # An older claim must not overwrite a newer one.
         async with self._renewing:
             begun_s, stored = anyio.current_time(), frozenset(self._stored)
             with self._writing():
@@ -80,7 +77,7 @@ class CopyClaim:
             self._renewed_s, self._noted = begun_s, stored
 
     async def keep(self) -> None:
-        """Renews the claim periodically, and soon after each completed object."""
+        """Renews periodically, and soon after each complete object."""
         while True:
             with anyio.move_on_after(_BEAT_S):
                 await self._has_news.wait()
@@ -89,7 +86,7 @@ class CopyClaim:
             await self.renew()
 
     def check_renewed(self) -> None:
-        """Raises ``StorageError`` if others may have taken this copy for dead."""
+        """Raises ``StorageError`` if others may take this copy for dead."""
         if anyio.current_time() - self._renewed_s > _STALE_S / 2:
             raise self.refused(
                 "this copy stood still too long: another copy may have replaced it",
@@ -100,11 +97,10 @@ class CopyClaim:
         await self._target.delete_folder(self.copier)
 
     async def take_turn(self) -> Claims:
-        """Waits for collections, and makes sure that no other copy writes the same attempt.
+        """Waits for collections; ensures that no other copy writes the attempt.
 
-        Copies claim before they look, so of two copies at least one sees the other. The younger
-        one gives up when it sees the older. The older one waits, because the younger one may
-        have looked before.
+        Copies claim, then look, so of two at least one sees the other. The younger gives up; the
+        older waits, because the younger may have looked before.
 
         Raises:
             StorageError: an older copy is running; retryable.
@@ -152,7 +148,7 @@ class CopyClaim:
 
 @contextmanager
 def naming_side(name: str, url: str) -> Iterator[None]:
-    """Adds the name of the storage, source or destination, to errors."""
+    """Adds source or destination to errors."""
     try:
         yield
     except (FormatError, StorageError, ExceptionGroup) as error:

@@ -1,4 +1,4 @@
-"""Collects garbage: finds attempts and claims, and deletes what can no longer commit."""
+"""Finds attempts and claims, and deletes what can no longer commit."""
 
 from __future__ import annotations
 
@@ -67,11 +67,9 @@ class Collected:
     """The result of a garbage collection.
 
     Attributes:
-        keys: The deleted keys.
-        kept: Complete attempts that were kept because the place has no commit object or a damaged
-            snapshot.
-        is_damaged: The snapshot is damaged: its commit object is, or the committed attempt is
-            incomplete.
+        keys: The deleted ones.
+        kept: Complete attempts, kept because there is no commit object or the snapshot is damaged.
+        is_damaged: The commit object is damaged, or the committed attempt incomplete.
     """
 
     keys: Sequence[str] = ()
@@ -91,24 +89,23 @@ async def collect_garbage(
 ) -> Collected:
     """Deletes the objects of attempts that can no longer commit.
 
-    An attempt that was dead before the commit object is read cannot commit after it. So no deleted
-    object belongs to a snapshot, even if others commit concurrently.
+    An attempt dead before the commit object is read cannot commit after it. So no deleted object
+    belongs to a snapshot, even if others commit concurrently.
 
     A complete attempt may be a snapshot that lost its commit object. It is kept if there is none,
     or if it is damaged or names an incomplete attempt, unless this process aborted the attempt or
     deleted its snapshot.
 
     Args:
-        committed: The attempt that the caller has just committed. If it is the only one with a
-            folder, there is nothing to do.
-        superseded: Attempts that are known to be replaced.
-        force: Deletes every other attempt, including those that may be running.
-        was_vacant: Whether there was no commit object before the caller's commit; None: use the
-            current state. Complete attempts at such a place are named in a warning.
+        committed: The attempt just committed. If no other has a folder, nothing is done.
+        superseded: Attempts known to be replaced.
+        force: Deletes every other attempt, even if it may be running.
+        was_vacant: There was no commit object before the caller's commit: warns about complete
+            attempts. None: the current state counts.
         expendable: Attempts to delete even if complete.
 
     Raises:
-        FormatError: the commit object has a newer or another format; nothing was deleted.
+        FormatError: newer or foreign format; nothing was deleted.
         StorageError: listing, reading or deleting failed.
     """
     attempts = await find_attempts(storage)
@@ -129,8 +126,8 @@ async def collect_garbage(
     garbage = unclaimed(garbage, claims.copies)
     if claims.copies.keys().isdisjoint(garbage):
         return await sweep.delete(garbage, claims)
-    # A copy may resume an interrupted one. A copy claims first and then looks for collections;
-    # a collection announces itself first and then looks for claims. So one sees the other.
+    # Leftovers of a copy may be resumed. A copy claims, then looks for collections; a collection
+    # announces itself, then looks for claims: one sees the other.
     async with _announce_collection(host, storage):
         claims = await find_claims(storage, await find_attempts(storage))
         return await sweep.delete(unclaimed(garbage, claims.copies), claims)
@@ -138,7 +135,7 @@ async def collect_garbage(
 
 @asynccontextmanager
 async def _announce_collection(host: Host, storage: Storage) -> AsyncIterator[None]:
-    """Announces a collection of copies' leftovers in the storage."""
+    """Announces a collection of copies' leftovers."""
     collector = host.resources.attempts.new()
     try:
         await storage.put(collection_key(str(collector)), [memoryview(b"{}")])
@@ -149,8 +146,6 @@ async def _announce_collection(host: Host, storage: Storage) -> AsyncIterator[No
 
 
 class _Sweep:
-    """The last step of a collection."""
-
     def __init__(
         self,
         host: Host,
@@ -167,15 +162,15 @@ class _Sweep:
         self._expendable = expendable
 
     async def delete(self, garbage: Sequence[str], claims: Claims) -> Collected:
-        """Reads the commit object; deletes ``garbage`` except the committed and kept attempts."""
+        """Deletes ``garbage`` except the committed and kept attempts."""
         commits = await read_commits(self._storage)
         spared, complete, is_damaged = await self._spare(commits)
         for name in complete:
-            spared.update(claims.copies.get(name, ()))  # a resumed copy needs its claim
+            spared.update(claims.copies.get(name, ()))  # for a resume
         doomed = [name for name in garbage if name not in spared]
         older = commits.older
         if older is not None and isinstance(commits.newer, Commit) and not is_damaged:
-            # Before the objects that it names.
+            # Before the objects named in it.
             await self._storage.delete([OLDER_COMMIT_KEY])
             if isinstance(older, Commit) and older.attempt not in {*spared, *claims.copies}:
                 doomed = [name for name in self._attempts if name in {*doomed, older.attempt}]
@@ -197,12 +192,13 @@ class _Sweep:
         return Collected(keys=keys, kept=kept, is_damaged=is_damaged)
 
     async def _spare(self, commits: Commits) -> tuple[set[str], list[str], bool]:
-        """Returns the attempts to keep, the complete uncommitted ones among them, and whether the
-        snapshot is damaged."""
+        """Returns attempts to keep, the complete uncommitted ones among them, and whether the
+        snapshot is damaged.
+        """
         try:
             commit = commits.valid()
         except ChecksumMismatch:
-            # It named one of the complete attempts. Deleting the snapshot also deletes that one.
+            # It named one of these. Deleting the snapshot deletes it, too.
             complete = await self._complete(self._attempts)
             spared = set(complete)
             if isinstance(commits.older, Commit):
@@ -232,7 +228,7 @@ class _Sweep:
 
 
 async def find_attempts(storage: Storage) -> list[str]:
-    """Returns the attempts with a folder, also an empty one."""
+    """Returns the attempts with a folder."""
     return [name for name in await storage.list_folders() if Attempt.parse(name) is not None]
 
 
@@ -241,8 +237,8 @@ class Claims:
     """The claims at a place.
 
     Attributes:
-        copies: Copied attempts, each with the claims on it: the claim object by owner.
-        collections: Attempts that announced a collection of copies' leftovers.
+        copies: By copied attempt: claim objects by owner.
+        collections: Attempts announcing a collection of copies' leftovers.
     """
 
     copies: Mapping[str, Mapping[str, ObjectInfo]]
@@ -253,7 +249,6 @@ NO_CLAIMS = Claims(copies={}, collections=())
 
 
 async def find_claims(storage: Storage, attempts: Sequence[str]) -> Claims:
-    """Returns the claims in the folders of ``attempts``."""
     copies: dict[str, dict[str, ObjectInfo]] = {}
     collections: list[str] = []
     for owner in attempts:
@@ -267,11 +262,7 @@ async def find_claims(storage: Storage, attempts: Sequence[str]) -> Claims:
 
 
 async def find_resumable(host: Host, storage: Storage, committed: str | None) -> tuple[str, ...]:
-    """See ``planning.garbage.resumable``.
-
-    Raises:
-        StorageError: listing failed.
-    """
+    """See ``planning.garbage.resumable``."""
     return tuple(await _find_ended(host, await find_attempts(storage), committed))
 
 

@@ -1,4 +1,4 @@
-"""``PendingSnapshot.guard``: optimizer steps wait until their tensors are copied."""
+"""``PendingSnapshot.guard``: steps wait until their tensors are copied."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def was_guarded(optimizer: Any) -> bool:
-    """Returns whether the optimizer was guarded in this process, in any save.
+    """Returns whether any save guarded the optimizer in this process.
 
-    A lazy save copies the tensors of an optimizer whose steps do not change version counters late
-    only if it was guarded before; the save then guards it, too.
+    If its steps do not change version counters, a lazy save copies its tensors late only then, and
+    guards it.
     """
     return optimizer in _guarded
 
@@ -29,16 +29,16 @@ def was_guarded(optimizer: Any) -> bool:
 class Guard:
     """The hooks of ``PendingSnapshot.guard`` in optimizers.
 
-    Each hook removes itself after the first step that finds everything copied or the save ended.
-    The context manager removes the remaining hooks on exit.
+    A hook removes itself after the first step that finds everything copied or the save ended; the
+    context manager removes the others on exit.
     """
 
     def __init__(self, host: Host, fence: Fence | None, optimizers: Sequence[Any]) -> None:
         self._hooks: list[StepHook] = []
-        # Also without a fence: the next save may be lazy.
+        # Also without a fence, for the next save.
         for optimizer in optimizers:
             check_optimizer(optimizer)
-            with suppress(TypeError):  # not a torch optimizer: no weak references
+            with suppress(TypeError):  # other optimizers: no weak references
                 _guarded.add(optimizer)
         if fence is None:
             return
@@ -52,8 +52,9 @@ class Guard:
             raise
 
     def remove(self) -> None:
-        """Removes the hooks. Later steps do not wait; if they change tensors that are not copied,
-        the save is aborted. Not while an optimizer steps in another thread."""
+        """Removes the hooks. A later step that changes uncopied tensors aborts the save. Not while
+        an optimizer steps in another thread.
+        """
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
@@ -74,7 +75,7 @@ class _Gate:
         self._watch = Watch(())
 
     def begin(self) -> None:
-        """Watches the tensors that the optimizer will change."""
+        """Watches the tensors that the next step changes."""
         fence, optimizer = self._fence, self._optimizer
         if not fence.is_open:
             self._shape = _shape_of(optimizer)
@@ -82,21 +83,21 @@ class _Gate:
             self._host.call_soon(lambda: fence.watch(watch))
 
     def wait(self) -> bool:
-        """Blocks the step's thread until its tensors are copied; returns True."""
+        """Blocks until the step's tensors are copied; returns True."""
         if (
             not self._fence.is_open and self._host.pid == os.getpid()
-        ):  # nothing to wait for in a forked child
+        ):  # a forked child does not wait
             if _shape_of(self._optimizer) != self._shape:
-                self.begin()  # it has new parameters or state
+                self.begin()  # new parameters or state
             fence, watch = self._fence, self._watch
             if not watch.passed.is_set():
                 self._host.call_soon(lambda: fence.hurry(watch))
-                # The loop sets it for every outcome of the save. Ctrl-C interrupts the wait.
+                # Set for every outcome of the save. Ctrl-C interrupts.
                 watch.passed.wait()
         return True
 
 
 def _shape_of(optimizer: Any) -> tuple[int, ...]:
-    """Returns counts that change when an optimizer gets parameters or state."""
+    """Changes when an optimizer gets parameters or state."""
     counts = [len(group["params"]) for group in optimizer.param_groups]
     return (*counts, len(getattr(optimizer, "state", ())))

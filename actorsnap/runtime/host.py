@@ -1,9 +1,9 @@
 """The runtime: an event loop on its own thread, and worker threads.
 
-There is one ``Host`` per process. The first call starts it. Callers enter its loop only through
-this module and ``runtime/script.py``, the only ones of the runtime that import asyncio. All threads
-are daemons and are created up front: at interpreter exit no thread can be started (Python 3.12),
-and the interpreter would join other threads before pending snapshots end.
+The first call starts the only ``Host`` of the process. Callers enter its loop only through this
+module and ``runtime/script.py``, the only ones with asyncio. All threads are daemons, created up
+front: at interpreter exit none can be started (Python 3.12), and others would be joined before
+pending snapshots end.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from typing import Any, Generic, TypeAlias, TypeVar
 import anyio
 import anyio.lowlevel
 
-# Registers its exit hook first, so that it runs after the hook of this module: ranks finish their
-# saves before they leave.
+# Imported before this module registers its exit hook, so that ranks finish their saves before they
+# leave.
 import actorsnap.transport.store  # noqa: F401
 from actorsnap.actors.abandonable import first_error
 from actorsnap.errors import UsageError, text_of
@@ -49,27 +49,28 @@ logger = Log(__name__)
 T = TypeVar("T")
 
 Script: TypeAlias = Generator[Callable[["Host"], Coroutine[Any, Any, Any]], Any, T]
-"""The body of a public call, shared by async and sync. It runs in the caller's thread, yields the
-steps for the runtime's loop, and receives their results."""
+"""The body of a public call, async or sync. Runs in the caller's thread, yields steps for the
+runtime's loop, and receives their results.
+"""
 
 _MAX_WORKERS = 8
 
 _RELIEF_S = 0.25
-"""Interval between checks for jobs that wait for hanging threads, in seconds."""
+"""Interval between checks for jobs that wait for hanging threads."""
 
 _STOP_S = 5.0
-"""Time limit for stopping cancelled calls, in seconds. A hanging storage must not block exit."""
+"""Time limit for stopping cancelled calls: a hanging storage must not block exit."""
 
 _forked_from: int | None = None
-"""The id of the parent process, if this process was forked from one with a runtime."""
+"""The parent process, if it had a runtime."""
 
 
 class Call(Generic[T]):
     """A coroutine on the runtime's loop.
 
     Attributes:
-        future: The outcome. Settled only when the coroutine has ended, also after ``cancel``; then
-            with ``CallCancelled``.
+        future: Settled when the coroutine has ended, also after ``cancel``, then with
+            ``CallCancelled``.
     """
 
     def __init__(self, host: Host, coroutine: Coroutine[Any, Any, T]) -> None:
@@ -81,16 +82,15 @@ class Call(Generic[T]):
         self.future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
     def start(self) -> None:
-        """Starts it, from any thread."""
         self._host.begin(self)
 
     def start_here(self) -> None:
-        """Starts it, on the runtime's loop only."""
+        """On the runtime's loop only."""
         if not self.future.done():
             self._task = asyncio.get_running_loop().create_task(self._run())
 
     async def _run(self) -> None:
-        # A scope can only be created on a loop.
+        # Only possible on a loop.
         self._scope = anyio.CancelScope()
         if self._is_cancelled:
             self._scope.cancel()
@@ -103,7 +103,7 @@ class Call(Generic[T]):
             if ends_this_task(error):
                 self.future.set_exception(error)
                 raise
-            # The caller must not mistake it for its own Ctrl-C, exit or cancellation.
+            # The caller must not take it for its own Ctrl-C.
             self.future.set_exception(_wrap_fatal(first_error(error), "in the runtime"))
         else:
             if self._scope.cancelled_caught:
@@ -112,7 +112,7 @@ class Call(Generic[T]):
                 self.future.set_result(result)
 
     def cancel(self) -> None:
-        """Cancels it, from any thread, also if ``start`` was interrupted."""
+        """From any thread, also if ``start`` was interrupted."""
 
         def request() -> None:
             self._is_cancelled = True
@@ -126,7 +126,7 @@ class Call(Generic[T]):
 
 
 class CallCancelled(Exception):
-    """Raised for a cancelled ``Call``. Never reaches users."""
+    """Never reaches users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,8 +135,8 @@ class PendingSave:
 
     Attributes:
         future: Done when the save no longer needs this process.
-        label: The name in the log.
-        abort: Requests an abort at exit, with a reason. None: exit waits for the save.
+        label: For the log.
+        abort: Requests an abort at exit, with a reason. None: exit waits.
     """
 
     future: concurrent.futures.Future[Any]
@@ -145,10 +145,10 @@ class PendingSave:
 
 
 class Host:
-    """The runtime of this process. Use ``Host.get()``.
+    """The runtime of this process: ``Host.get()``.
 
     Attributes:
-        resources: What the calls share. The host itself makes and frees it only.
+        resources: Shared by the calls; the host only makes and frees it.
     """
 
     _instance: Host | None = None
@@ -156,7 +156,7 @@ class Host:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        host_id()  # cached here: its reads would block an event loop
+        host_id()  # cached: its reads would block a loop
         self.resources = Resources(self.call_on_loop)
         self.num_workers = max(2, min(_MAX_WORKERS, usable_cores()))
         self._is_relieving = False
@@ -167,7 +167,7 @@ class Host:
         with contextlib.ExitStack() as undo:
             self._loop = asyncio.new_event_loop()
             undo.callback(self._loop.close)
-            # One pool until bulk work gets a lower priority.
+            # One pool until ``lower_bulk``.
             self._workers = self._bulk = WorkerPool(self.num_workers)
             undo.callback(self._workers.stop, timeout_s=None)
             self._thread = threading.Thread(
@@ -178,12 +178,12 @@ class Host:
 
     @classmethod
     def get(cls) -> Host:
-        """Returns the runtime of this process and starts it if needed, also in a forked child."""
+        """Starts the runtime if needed, also in a forked child."""
         return cls.running_here() or cls.begin_start().result()
 
     @classmethod
     def begin_start(cls) -> concurrent.futures.Future[Host]:
-        """Starts the runtime in a separate thread, which Ctrl-C cannot interrupt."""
+        """Starts in a separate thread: Ctrl-C cannot interrupt it."""
         started: concurrent.futures.Future[Host] = concurrent.futures.Future()
 
         def start() -> None:
@@ -197,7 +197,6 @@ class Host:
 
     @classmethod
     def running_here(cls) -> Host | None:
-        """Returns the runtime of this process, if it has been started."""
         host = cls._instance
         return host if host is not None and host.pid == os.getpid() else None
 
@@ -208,7 +207,7 @@ class Host:
             if host is None:
                 host = cls._instance = Host()
                 if multiprocessing.parent_process() is not None:
-                    # Such a child exits through os._exit and skips atexit.
+                    # Such a child skips atexit.
                     multiprocessing.util.Finalize(None, shutdown, exitpriority=0)
             return host
 
@@ -217,7 +216,7 @@ class Host:
         return await self._run(self._workers.submit, fn, args)
 
     async def run_cpu(self, fn: Callable[..., T], /, *args: Any) -> T:
-        """``run_blocking`` for long work: bytes are hashed, compressed and written."""
+        """``run_blocking`` for long work: hashing, compressing and writing."""
         return await self._run(self._bulk.submit, fn, args)
 
     async def run_io(self, fn: Callable[..., T], /, *args: Any) -> T:
@@ -240,7 +239,7 @@ class Host:
                 future.set_exception(_wrap_fatal(error, "on a worker thread"))
 
         def done(result: Any, error: BaseException | None) -> None:
-            # The loop is closed only when the process drops the runtime.
+            # The loop closes when the process drops the runtime.
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(settle, result, error)
 
@@ -248,13 +247,13 @@ class Host:
         if not self._is_relieving:
             self._is_relieving = True
             self._loop.call_later(_RELIEF_S, self._relieve)
-        # Always waits: the call may write to the caller's memory. See ``AbandonableTasks``.
+        # The call may write to the caller's memory. See ``AbandonableTasks``.
         with anyio.CancelScope(shield=True):
             await asyncio.wait([future])
         return future.result()
 
     def lower_bulk(self) -> None:
-        """Moves bulk work to its own threads, with lower CPU and disk priority."""
+        """Moves bulk work to threads of lower CPU and disk priority."""
         self._bulk = WorkerPool(self.num_workers)
         self._bulk.lower_priority()
 
@@ -270,14 +269,14 @@ class Host:
         asyncio.set_event_loop(self._loop)
         try:
             while not self._is_stopping:
-                # A storage client that raises these would end the loop.
+                # Raised by a storage client, these would end the loop.
                 with contextlib.suppress(SystemExit, KeyboardInterrupt):
                     self._loop.run_forever()
         finally:
             self._loop.close()
 
     def check_process(self) -> None:
-        """Raises ``UsageError`` in a process forked from the one that owns the runtime."""
+        """Raises ``UsageError`` in a fork of the runtime's process."""
         if self.pid != os.getpid():
             raise _forked_error(self.pid)
 
@@ -304,12 +303,12 @@ class Host:
         self._loop.call_soon_threadsafe(call.start_here)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """Runs a callback on the loop, from any thread."""
+        """From any thread."""
         self.check_process()
         self._loop.call_soon_threadsafe(callback)
 
     def call_on_loop(self, callback: Callable[[], None]) -> None:
-        """``call_soon``, but at once if this is the loop's thread."""
+        """``call_soon``, but at once on the loop's thread."""
         if threading.current_thread() is self._thread:
             callback()
         else:
@@ -324,10 +323,10 @@ class Host:
         return list(self._saves.values())
 
     def stop(self) -> None:
-        """Cancels all calls and ends all threads. For tests and for exit.
+        """Cancels all calls and ends all threads, for tests and exit.
 
-        Calls that hang in a storage are abandoned, with their threads and the loop, which releases
-        their memory should they return.
+        Abandons calls that hang in a storage, with their threads and the loop, which frees their
+        memory should they return.
         """
         calls = (*self._calls, *self._services)
         for call in calls:
@@ -355,8 +354,8 @@ def _wrap_fatal(error: BaseException, where: str) -> RuntimeError:
 def shutdown() -> None:
     """Waits for pending saves, then stops the runtime's threads and frees its memory.
 
-    Runs automatically at interpreter exit; the next call starts a new runtime. Running saves are
-    finished, or aborted with ``Options.at_exit="abort"``. A save that fails then is logged.
+    Runs at interpreter exit; the next call starts a new runtime. Running saves are finished, or
+    aborted with ``Options.at_exit="abort"``. Failures are logged.
     """
     host = Host._instance
     if host is None or host.pid != os.getpid():
@@ -379,7 +378,7 @@ atexit.register(shutdown)
 
 
 def _forget_in_child() -> None:
-    # The parent's threads do not exist here, and its lock may have been held.
+    # The parent's threads are gone, and its lock may be held.
     global _forked_from
     if Host._instance is not None:
         _forked_from = Host._instance.pid
@@ -392,7 +391,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def check_not_forked() -> None:
-    """Raises ``UsageError`` in a process forked from one with a runtime."""
+    """Raises ``UsageError`` in a fork of a process with a runtime."""
     if _forked_from is not None:
         raise _forked_error(_forked_from) from None
 
@@ -414,7 +413,7 @@ async def wait_done(future: concurrent.futures.Future[Any]) -> None:
     loop = asyncio.get_running_loop()
 
     def wake(_: object) -> None:
-        # The caller's loop may be closed by then.
+        # The caller's loop may be closed.
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(done.set)
 

@@ -1,4 +1,4 @@
-"""Frames over a socket pair: a length, as four bytes, and msgpack data of any meaning."""
+"""Frames over a socket pair: length (four bytes) and msgpack data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Link(Generic[In, Out]):
     """One end of the connection, which it owns. On one event loop only.
 
     Args:
-        incoming: The type of received frames.
+        incoming: Type of received frames.
     """
 
     def __init__(self, connection: socket.socket, incoming: Any) -> None:
@@ -43,7 +43,7 @@ class Link(Generic[In, Out]):
         self.statistics = LinkStatistics()
 
     def send(self, frame: Out) -> None:
-        """Queues a frame; ``flush_forever`` sends it. Never waits: frames are few and small."""
+        """Queues a small frame for ``flush_forever``. Never waits."""
         data = self._encoder.encode(frame)
         self._outgoing += len(data).to_bytes(_PREFIX_BYTES, "big")
         self._outgoing += data
@@ -60,7 +60,7 @@ class Link(Generic[In, Out]):
             self._has_outgoing = anyio.Event()
 
     async def flush(self) -> bool:
-        """Sends queued frames. Returns False if the other end is gone."""
+        """Sends queued frames. False: the other end is gone."""
         while self._outgoing:
             try:
                 del self._outgoing[: self._socket.send(self._outgoing)]
@@ -74,7 +74,7 @@ class Link(Generic[In, Out]):
         """Returns the next frame; None if the other end is gone.
 
         Raises:
-            ValueError: the data is not a valid frame.
+            ValueError: invalid data.
         """
         while True:
             have = len(self._received) - _PREFIX_BYTES
@@ -98,10 +98,10 @@ class Link(Generic[In, Out]):
             self._received += data
 
     def shut(self) -> None:
-        """Ends both directions and wakes waiting tasks at both ends."""
+        """Ends both directions and wakes waiting tasks."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Closes this end, which the other end notices. Only while no task waits at this end."""
+        """Closes this end. Only while no task waits at it."""
         self._socket.close()

@@ -1,7 +1,4 @@
-"""Makes a save in this process, from captured state to commit and garbage collection.
-
-Connects storage, transport, participant and, on rank 0, the coordinator.
-"""
+"""Makes a save in this process, from captured state to garbage collection."""
 
 from __future__ import annotations
 
@@ -52,18 +49,17 @@ __all__ = ["LocalEngine", "RemoteStaging"]
 logger = Log(__name__)
 
 _PATIENCE_S = 5.0
-"""Time for which the outcome waits for garbage collection, up to the deadline, in seconds."""
+"""Longest wait of the outcome for garbage collection."""
 
 _MAX_PUT_BYTES = 1 << 30
-"""Upper limit of a chunk that is stored as its own object. Object stores accept at most 5 GiB per
-request."""
+"""Limit of a chunk stored as its own object. Object stores take at most 5 GiB per request."""
 
 _MAX_COMPRESSED_BYTES = 64 << 20
-"""Memory for compressed chunks, in bytes, when another process copies with the budget."""
+"""Memory for compressed chunks when another process copies with the budget."""
 
 
 class RemoteStaging(Staging, Protocol):
-    """Staging in another process, which has the bytes."""
+    """Staging in another process."""
 
     def prepare(self, assignment: Assignment) -> None:
         """Provides the packing plan: staging may begin."""
@@ -71,7 +67,7 @@ class RemoteStaging(Staging, Protocol):
 
 
 class _CommittedBefore(Exception):
-    """A dead process' attempt has already committed this save."""
+    """A dead process' attempt has committed the save."""
 
 
 class LocalEngine:
@@ -79,11 +75,10 @@ class LocalEngine:
 
     Args:
         captured: The rank's state, or the reason for its absence.
-        copies: The trainer may change the state before the save has ended.
-        ends: The ends of the ranks' call, if they are not those of ``save.membership``.
-        staging: Stages the state; None: this process has its bytes.
-        previous_attempt: An attempt at this save whose process has died: if it has committed, so
-            has the save.
+        copies: The trainer may change the state during the save.
+        ends: The call's ends, if not those of ``save.membership``.
+        staging: None: this process has the bytes.
+        previous_attempt: Of a dead process, at this save: if it has committed, so has the save.
         cause: The exception for a ``captured`` failure.
     """
 
@@ -110,13 +105,13 @@ class LocalEngine:
         self._previous_attempt = previous_attempt
         self._cause = cause
         self._resumed: tuple[str, ...] = ()
-        # On rank 0; the coordinator sends it to the others.
+        # Rank 0's; the coordinator sends it.
         self._attempt = save.host.resources.attempts.new() if save.rank == 0 else None
         if self._attempt is not None:
             save.attempt = str(self._attempt)
             save.board.label += f" attempt {self._attempt}"
         self._storage: Storage | None = None
-        self._superseded: Storage | None = None  # closed at the end, because it may hang
+        self._superseded: Storage | None = None  # closed at the end: it may hang
         self._begun_s = time.monotonic()
         self._staged_s: float | None = None
         self._saver: Saver | None = None
@@ -216,7 +211,7 @@ class LocalEngine:
                     self._captured = Failure.of_save(error, stage=Stage.JOIN, rank=0)
             committer = await self._run_actors(fsync=fsync)
             save.commit()
-            # From here on later saves collect this attempt's garbage.
+            # Later saves collect this attempt's garbage.
             self._end_attempt()
             self._log_totals()
             if committer is not None:
@@ -228,7 +223,7 @@ class LocalEngine:
                         await self._errands.close(storage.aclose)
 
     async def _prepare(self) -> bool:
-        """Opens the storage and checks its state; returns whether the save must be durable."""
+        """Opens and checks the storage; returns whether the save must be durable."""
         fsync = self._save.options.fsync
         self._storage = storage = await self._open(fsync=fsync)
         older = await self._find_older_in_time(storage)
@@ -282,16 +277,14 @@ class LocalEngine:
         raise self._to_error(Failure(reason=reason, stage=stage, rank=0, key=key))
 
     async def _find_older(self, storage: Storage) -> Commit | None:
-        """Returns the commit to replace; None if there is none or it is damaged. Also finds
-        attempts to resume.
-        """
+        """Returns the intact commit to replace, if any; finds attempts to resume."""
         save, request = self._save, self._save.request
         what, older = "a snapshot is committed", None
         try:
             if request.overwrite:
                 older = await find_commit(storage)
             else:
-                # Reads both names at once: usually neither exists.
+                # Both names at once: usually neither exists.
                 older = (await read_commits(storage)).valid()
             exists = older is not None
             if older is not None and older.attempt == self._previous_attempt:
@@ -317,7 +310,7 @@ class LocalEngine:
         return older
 
     async def _run_actors(self, *, fsync: bool) -> CommitActor | None:
-        """Runs this rank's actors; returns the committer on rank 0."""
+        """Returns the committer on rank 0."""
         save, membership = self._save, self._save.membership
         transport = None
         end: ParticipantEnd
@@ -381,7 +374,7 @@ class LocalEngine:
                 num_uploaders=options.num_uploaders,
                 num_threads=host.num_workers,
                 timeout_s=options.timeout_s,
-                pace=host.resources.pace if self._copies else None,  # otherwise the trainer waits
+                pace=host.resources.pace if self._copies else None,  # else the trainer waits
                 max_compressed_bytes=None if self._staging is None else _MAX_COMPRESSED_BYTES,
             ),
             budget=host.resources.budget,
@@ -472,7 +465,7 @@ class LocalEngine:
     def _on_failure(self, error: BaseException) -> None:
         if self._cause is None:
             self._cause = error
-        # The traceback is kept without its frames' locals: they may hold the app state.
+        # Frames may hold the app state in their locals.
         cleared: list[BaseException] = []  # causes can form a cycle
         seen: BaseException | None = error
         while seen is not None and not any(seen is other for other in cleared):
@@ -489,7 +482,7 @@ class LocalEngine:
         return error
 
     async def _collect(self, committer: CommitActor) -> None:
-        """Collects garbage. Neither fails the save nor delays its caller for long."""
+        """Neither fails the save nor delays its caller for long."""
 
         async def collect() -> None:
             assert self._storage is not None
@@ -499,7 +492,7 @@ class LocalEngine:
                 committed=self._save.attempt,
                 superseded=[committer.replaced] if committer.replaced else [],
                 was_vacant=committer.was_vacant,
-                # Attempts that committed here in the meantime were replaced.
+                # Committed here in the meantime, and replaced.
                 expendable=self._host.resources.attempts.all_ended() - self._ended_before,
             )
 
@@ -514,7 +507,7 @@ class LocalEngine:
 
 
 def _where(error: BaseException) -> dict[str, object]:
-    """Returns fields of a log line."""
+    """Fields of a log line."""
     return {name: getattr(error, name, None) for name in ("stage", "key")}
 
 

@@ -1,4 +1,4 @@
-"""Where a snapshot is, and opening its storage."""
+"""Locations of snapshots, and their storages."""
 
 from __future__ import annotations
 
@@ -31,17 +31,17 @@ class Location:
     """The location of a snapshot.
 
     Attributes:
-        display_url: The caller's URL without secrets, for messages.
-        at: The full URL, independent of the working folder.
+        display_url: Without secrets, for messages.
+        url: Independent of the working folder.
     """
 
     display_url: str
     url: str = field(repr=False)
-    storage_options: dict[str, Any] = field(repr=False)  # may contain secrets
+    storage_options: dict[str, Any] = field(repr=False)  # maybe secret
 
     @property
     def canonical(self) -> str:
-        """The URL form in which ranks compare places."""
+        """The form in which ranks compare places."""
         return canonical(self.url)
 
 
@@ -54,15 +54,15 @@ async def open_location(
     scratch: str = "",
     on_retry: OnRetry | None = None,
 ) -> Storage:
-    """Opens the storage. No I/O; backends are imported on a worker thread.
+    """Opens the storage, without I/O. Imports backends on a worker thread.
 
     Args:
-        run_blocking: Runs its blocking calls; None: the host's.
+        run_blocking: None: the host's.
         scratch, on_retry: See ``StorageContext``.
 
     Raises:
-        UsageError: unknown scheme or storage option.
-        StorageError: the factory of another package failed.
+        UsageError: unknown scheme or option.
+        StorageError: another package's factory failed.
     """
     context = _context(host, location, fsync, run_blocking or host.run_blocking, scratch, on_retry)
     if is_ready(location.url):

@@ -1,4 +1,4 @@
-"""Scripts that list and delete snapshots and collect garbage (see ``runtime.script``)."""
+"""Scripts that list and delete snapshots and collect garbage."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ _NUMBER = re.compile("([0-9]+)")
 
 
 def delete(source: Source) -> Script[None]:
-    """Deletes the commit object first, so that a crash leaves only garbage."""
+    """Deletes the commit object first: a crash leaves only garbage."""
 
     async def step(host: Host) -> None:
         async with source.opened(host, "delete") as (storage, reader, errands):
@@ -68,7 +68,7 @@ def delete(source: Source) -> Script[None]:
                 for attempt in superseded:
                     host.resources.attempts.discard(storage.url, attempt)
                 if older is not None:
-                    # First, and in a separate request: a crash must not make it the valid one.
+                    # First, in a separate request: a crash must not make it valid.
                     await storage.delete([OLDER_COMMIT_KEY])
                 await storage.delete([COMMIT_KEY])
                 # Attempts of a running take are kept: its commit would be damaged.
@@ -83,9 +83,8 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
     """An attempt at a place without a commit object.
 
     Attributes:
-        attempt: The name.
-        nbytes: Total size of its objects.
-        created_s: Start time, in seconds since 1970.
+        nbytes: Size of its objects.
+        created_s: Since 1970.
         is_complete: Only the commit object is missing.
         is_garbage: It can no longer commit.
     """
@@ -98,7 +97,7 @@ class Leftover(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_leftovers(source: Source) -> Script[list[Leftover]]:
-    """Returns the attempts at a place without a commit object, oldest first; otherwise nothing."""
+    """Returns the attempts, oldest first; none if there is a commit object."""
 
     async def step(host: Host) -> list[Leftover]:
         async with source.opened(host, "list") as (storage, _, errands):
@@ -132,12 +131,9 @@ class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a garbage collection.
 
     Attributes:
-        deleted: The deleted keys.
-        kept: Complete attempts that were kept because there is no commit object or the snapshot is
-            damaged.
-        left: Other unfinished attempts that still exist.
-        is_damaged: The snapshot is damaged: its commit object is, or the committed attempt is
-            incomplete.
+        deleted: Keys.
+        kept, is_damaged: See ``Collected``.
+        left: Other unfinished attempts.
     """
 
     deleted: list[str]
@@ -149,10 +145,10 @@ class CollectReport(msgspec.Struct, frozen=True, kw_only=True):
 def collect(
     source: Source, *, force: bool, expendable: Collection[str] = ()
 ) -> Script[CollectReport]:
-    """Deletes garbage at the URL; with ``force`` also attempts that may be running.
+    """Deletes garbage; with ``force`` also attempts that may be running.
 
-    Complete attempts are kept if there is no commit object or the snapshot is damaged, except
-    ``expendable`` ones.
+    Keeps complete attempts, except ``expendable`` ones, if there is no commit object or the
+    snapshot is damaged.
     """
 
     async def step(host: Host) -> CollectReport:
@@ -182,8 +178,7 @@ def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | No
     """Finds the snapshots one level below the URL.
 
     Returns:
-        By name: the commit object; the error if it is damaged; None if there are only unfinished
-        attempts.
+        By name: the commit object; an error if damaged; None if there are only unfinished attempts.
     """
 
     async def step(host: Host) -> dict[str, Commit | FormatError | None]:
@@ -210,7 +205,7 @@ def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | No
 
 
 def _natural(name: str) -> tuple[list[tuple[int, str]], str]:
-    """Returns a sort key that orders the numbers in names by value."""
-    # Every second part is a number. Without leading zeros, the longer number is the greater.
+    """Returns a key that sorts numbers in names by value."""
+    # Every second part is a number. Without leading zeros, the longer is the greater.
     parts = [part.lstrip("0") if n % 2 else part for n, part in enumerate(_NUMBER.split(name))]
     return [(len(part) if n % 2 else 0, part) for n, part in enumerate(parts)], name

@@ -1,7 +1,7 @@
-"""Measures training steps, and slows down uploaders for ``Options.max_slowdown``.
+"""Measures training steps and slows down uploaders for ``Options.max_slowdown``.
 
-``protocol/pacing.py`` decides; this module has the clock and the lock. Steps are reported by the
-trainer's thread and take some microseconds: the runtime's loop is woken only if the pace changes.
+``protocol/pacing.py`` decides. Steps, reported by the trainer's thread, take microseconds: only a
+changed pace wakes the runtime's loop.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TICK_S = 0.5
 
 
 class Step:
-    """A training step, from enter to exit. See ``step``."""
+    """See ``step``."""
 
     __slots__ = ("_begun_s",)
 
@@ -45,21 +45,21 @@ class Step:
 def step() -> Step:
     """Marks a training step, for ``Options.max_slowdown``: ``with actorsnap.step(): ...``.
 
-    Measures its time, also across an ``await``; a step that raises does not count. Mark all steps,
-    with and without a running save, and always the same work; leave out evaluations. One training
-    loop per process. Takes some microseconds and never blocks.
+    Measures its time, also across an ``await``; steps that raise do not count. Mark all steps, with
+    and without a running save, and always the same work, without evaluations. One training loop per
+    process. Takes microseconds; never blocks.
     """
     return Step()
 
 
 def watch(save: Save) -> None:
-    """Applies the save's ``max_slowdown`` from its staging to its end."""
+    """Applies ``max_slowdown`` from staging to the save's end."""
     if save.options.max_slowdown is not None:
         _Pacer.get().watch(save, save.options.max_slowdown)
 
 
 class _Pacer:
-    """The pacer of this process. Thread-safe."""
+    """Of this process. Thread-safe."""
 
     _instance: _Pacer | None = None
 
@@ -81,7 +81,7 @@ class _Pacer:
 
     @classmethod
     def forget(cls) -> None:
-        """In a forked child: the saves are the parent's, and the lock may be held."""
+        """In a forked child, where the lock may be held."""
         cls._instance = None
 
     def end_step(self, seconds: float) -> None:
@@ -135,7 +135,7 @@ class _Pacer:
                 last_s = now_s
         finally:
             self._is_ticking = False
-            # If the runtime was stopped, saves that hang may never end.
+            # After a stop of the runtime, hanging saves may never end.
             for number in tuple(self._saves):
                 self._end(number)
 
@@ -150,10 +150,7 @@ class _Pacer:
 
     @contextmanager
     def _controlling(self) -> Iterator[PaceController]:
-        """Locks the controller, then applies a changed duty.
-
-        The lock is held until the duty is sent to the loop, to keep the order of changes.
-        """
+        """Locks the controller; applies a changed duty before the lock is released, in order."""
         with self._lock:
             before = self._controller.duty
             yield self._controller

@@ -1,9 +1,8 @@
-"""Worker threads for blocking calls, first come first served.
+"""Worker threads for blocking calls, first come first served. Independent of event loops.
 
 One thread per core: copies and checksums gain nothing from more. Jobs that wait for a network do,
-so each of them gets a thread at once. If all threads hang in a storage, more are started, so that
-other jobs can run. See ``docs/decisions/0003-worker-threads.md``. This module must not know event
-loops.
+and get a thread at once. If all threads hang in a storage, more are started
+(``docs/decisions/0003-worker-threads.md``).
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from typing import Any
 __all__ = ["WorkerPool", "lower_priority"]
 
 _HANGS_AFTER_S = 0.5
-"""Age at which a job counts as hanging, in seconds. Copying or hashing a chunk takes a tenth."""
+"""Age of a hanging job. Copying or hashing a chunk takes a tenth."""
 
 _MAX_EXTRA = 32
 _IDLE_S = 5.0
 
 _NICE = 19
-"""Nice value of lowered threads. With two threads on a core, the lowered one gets a seventieth of
-the other's time. The kernel derives the I/O priority from it: the lowest of the usual class
-(``ioprio_set(2)``)."""
+"""Nice value of lowered threads: on a shared core they get a seventieth of the others' time. The
+kernel derives the lowest I/O priority of the usual class (``ioprio_set(2)``).
+"""
 
 
 class WorkerPool:
     """Daemon threads with one job queue.
 
     Args:
-        num_threads: Threads started at once and kept. At interpreter exit, when pending snapshots
-            are finished, no thread can be started (Python 3.12).
+        num_threads: Kept from the start: at interpreter exit none can be started (Python
+            3.12).
     """
 
     def __init__(self, num_threads: int) -> None:
@@ -63,7 +62,7 @@ class WorkerPool:
         args: tuple[Any, ...],
         done: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """Runs ``fn(*args)`` on a thread, which then calls ``done`` with its result or error."""
+        """Runs ``fn(*args)`` on a thread, then ``done`` with its result or error."""
         self._jobs.put((fn, args, done))
 
     def submit_waiting(
@@ -72,7 +71,7 @@ class WorkerPool:
         args: tuple[Any, ...],
         done: Callable[[Any, BaseException | None], None],
     ) -> None:
-        """``submit`` for a job that mostly waits: starts a thread if none is idle."""
+        """``submit`` for a job that mostly waits: starts a thread unless one is idle."""
         num_idle = len(self._threads) - len(self._busy_since) - self._jobs.qsize()
         if num_idle <= 0:
             self._add_extra(1)
@@ -82,7 +81,7 @@ class WorkerPool:
         """Starts threads for waiting jobs if all others hang.
 
         Returns:
-            Whether jobs wait: if so, call again later.
+            Whether jobs wait: call again later.
         """
         num_waiting = self._jobs.qsize()
         busy_since = list(self._busy_since.values())
@@ -92,14 +91,14 @@ class WorkerPool:
         return num_waiting > 0
 
     def lower_priority(self) -> None:
-        """Lowers the CPU and disk priority of all present and future threads."""
+        """Lowers CPU and disk priority of present and future threads."""
         self._is_lowered = True
         for thread in tuple(self._threads):
-            if thread.native_id is not None:  # otherwise the thread lowers itself
+            if thread.native_id is not None:  # else it lowers itself
                 lower_priority(thread.native_id)
 
     def stop(self, timeout_s: float | None) -> None:
-        """Ends all threads; waits up to ``timeout_s`` for running jobs."""
+        """Ends all threads; waits for running jobs."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         threads = tuple(self._threads)
         for _ in threads:
@@ -141,7 +140,7 @@ class WorkerPool:
                     done(None, error)
                 else:
                     done(result, None)
-                # An idle worker must not keep the last job's tensors alive.
+                # Idle workers must keep no tensors.
                 del job, fn, args, done
                 result = None
                 del self._busy_since[this]
@@ -149,8 +148,8 @@ class WorkerPool:
 
 
 def lower_priority(thread: int) -> None:
-    """Lowers CPU and disk priority of the thread with this native id, irreversibly, on Linux only:
-    elsewhere a priority applies to the whole process. Does nothing if the system refuses.
+    """Lowers CPU and disk priority of a thread, by native id. Irreversible. Linux only: elsewhere
+    it applies to the process. A refusal is ignored.
 
     The thread no longer preempts others (``SCHED_BATCH``).
     """

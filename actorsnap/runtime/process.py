@@ -1,4 +1,4 @@
-"""Identity of this process and its host, checks of other processes, usable memory and cores."""
+"""Identities and checks of processes, usable memory and cores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ __all__ = [
 
 @functools.cache
 def host_id() -> str:
-    """8 hex digits for this machine and process namespace, as in attempt names."""
+    """8 hex digits for this machine and process namespace."""
     parts = [socket.gethostname()]
     with contextlib.suppress(OSError):
         parts.append(os.readlink("/proc/self/ns/pid"))
@@ -35,34 +35,33 @@ def host_id() -> str:
 
 
 def is_running(pid: int) -> bool:
-    """Returns whether the process is alive; a zombie is not."""
+    """A zombie is not running."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
     except psutil.Error:
-        return True  # no permission to check it
+        return True  # no permission
 
 
 def listens_at(port: int) -> bool:
-    """Returns whether this process listens at the TCP port."""
     return any(
         connection.status == psutil.CONN_LISTEN and connection.laddr.port == port
         for connection in psutil.Process().net_connections(kind="tcp")
     )
 
 
-os.register_at_fork(after_in_child=host_id.cache_clear)  # the namespace may differ
+os.register_at_fork(after_in_child=host_id.cache_clear)  # maybe another namespace
 
 
 _MAX_DEFAULT_BUDGET = 64 << 30
 
 _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
-"""Variables of torchrun, Open MPI and Slurm with the number of ranks on this machine."""
+"""Ranks on this machine, set by torchrun, Open MPI and Slurm."""
 
 
 def default_budget_bytes() -> int:
-    """Returns 60 % of the free memory of the machine or cgroup; at least 64 MiB, at most 64 GiB."""
+    """Returns 60 % of the free memory, from 64 MiB to 64 GiB."""
     free = psutil.virtual_memory().available
     limit = cgroup_free_bytes()
     if limit is not None:
@@ -73,13 +72,13 @@ def default_budget_bytes() -> int:
 def cgroup_free_bytes(
     membership: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")
 ) -> int | None:
-    """Returns the memory left to this process by its cgroup and all parents (v2 or v1), in bytes.
+    """Returns the bytes left by this process' cgroup and its parents (v2 or v1).
 
-    Files in the page cache count as free: the kernel drops them before it refuses memory.
+    Page cache counts as free: the kernel drops it before it refuses memory.
 
     Args:
-        membership: The file that lists the cgroups of this process.
-        root: The mount point of the cgroup folders.
+        membership: Lists the cgroups of this process.
+        root: Mount point of the cgroup folders.
 
     Returns:
         None without a limit.
@@ -92,7 +91,7 @@ def cgroup_free_bytes(
             else ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
         )
         with contextlib.suppress(OSError, ValueError):
-            limit = int((folder / limit_name).read_text())  # "max" is a ValueError: no limit
+            limit = int((folder / limit_name).read_text())  # "max" raises ValueError: no limit
             used = int((folder / usage_name).read_text())
             cached = _cached_bytes(folder / "memory.stat", prefix)
             free.append(max(0, limit - max(0, used - cached)))
@@ -100,7 +99,7 @@ def cgroup_free_bytes(
 
 
 def _cgroups(membership: Path, root: Path) -> Iterator[tuple[Path, bool]]:
-    """Yields the folders of the memory cgroups and their parents, and whether they are v2."""
+    """Yields memory cgroups and their parents, and whether they are v2."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -134,10 +133,10 @@ def usable_cores() -> int:
 
 
 def has_cores(num_ranks: int, environ: Mapping[str, str] = os.environ) -> bool:
-    """Returns whether each rank of this machine has a second core, for another process.
+    """Returns whether each rank here has a second core.
 
     Args:
-        num_ranks: Ranks of the job; all count as local if no launcher has set a number.
+        num_ranks: Of the job: all are local unless a launcher sets a number.
     """
     counts = [environ.get(name, "") for name in _LOCAL_RANKS]
     num_here = next((int(text) for text in counts if text.isdecimal() and int(text)), num_ranks)

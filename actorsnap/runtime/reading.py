@@ -1,4 +1,4 @@
-"""Scripts of the calls that read without an app state (see ``runtime.taking``)."""
+"""Scripts that read without an app state."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 _MAX_TRIES = 3
-"""Maximum number of attempts at reading a snapshot that is replaced meanwhile."""
+"""Tries, if the snapshot is replaced meanwhile."""
 
 
 def begins_anew(
     script: Callable[Concatenate[Source, P], Script[T]],
 ) -> Callable[Concatenate[Source, P], Script[T]]:
-    """Makes a reading call start again if the snapshot is replaced during the call.
+    """Starts a reading call again if the snapshot is replaced.
 
-    All attempts share one ``timeout_s``. Format errors name the snapshot.
+    All tries share one ``timeout_s``. Format errors name the snapshot.
     """
 
     @functools.wraps(script)
@@ -73,8 +73,6 @@ def begins_anew(
 
 @begins_anew
 def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]:
-    """Reads the commit object and all rank manifests."""
-
     async def step(host: Host) -> tuple[Commit, dict[int, RankManifest]]:
         async with source.opened(host, "read") as (_, reader, errands):
             return await errands.run(source.index, reader)
@@ -129,7 +127,7 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
 def read_object(
     source: Source, path: str, out: Any, *, memory_budget_bytes: int | None
 ) -> Script[Any]:
-    """Reads one leaf or subtree, into ``out`` or into new memory."""
+    """Reads a leaf or subtree, into ``out`` or new memory."""
     if not isinstance(path, str):
         raise UsageError(f"path must be a str as in get_manifest, not {path!r}")
     if memory_budget_bytes is not None and (
@@ -143,7 +141,7 @@ def read_object(
     rank, _, rest = path.partition("/")
     number = 0
     if rank.isascii() and rank.isdecimal() and rest:
-        # Top-level keys that look like a number are escaped, so this is a rank.
+        # A rank: top-level keys that look like numbers are escaped.
         if int(rank) not in manifests:
             raise UsageError(f"{path!r}: the snapshot has the ranks 0 to {len(manifests) - 1}")
         number, path = int(rank), rest
@@ -172,7 +170,7 @@ async def fetch(
 
 
 def mark(parts: Iterable[KeyRestore]) -> None:
-    """Marks memory as written: even a failed restore may have written some of it."""
+    """Marks memory as written: even a failed restore may write to it."""
     mark_written(each.target for part in parts for each in part.memory.destinations)
 
 
@@ -189,7 +187,7 @@ async def fetch_wanted(
     """Reads ranges into marked memory.
 
     Args:
-        owns_memory: No memory is the caller's, so that a read that hangs may be abandoned.
+        owns_memory: No memory is the caller's: a read that hangs may be abandoned.
     """
     requests = [RangeRequest(index, want.stored, want.sink) for want in wanted]
     changes: dict[str, Any] = {}

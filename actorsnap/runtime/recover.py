@@ -1,7 +1,7 @@
-"""The script that restores a lost commit object (see ``runtime.taking``).
+"""Restores a lost commit object.
 
-Implements "A lost commit object" of ``docs/format.md``. Checks every rank manifest and every byte
-of data before it writes anything.
+Implements "A lost commit object" of ``docs/format.md``. Checks every manifest and byte before it
+writes.
 """
 
 from __future__ import annotations
@@ -52,13 +52,11 @@ __all__ = ["RecoverCall", "RecoverReport", "recover"]
 logger = Log(__name__)
 
 _MAX_NOTES = 20
-"""Maximum number of further problems in an error's notes."""
+"""Limit of an error's notes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecoverCall:
-    """The arguments of ``Snapshot.recover``."""
-
     attempt: str | None = None
     world_size: int | None = None
     force: bool = False
@@ -79,11 +77,11 @@ class RecoverReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a recovery.
 
     Attributes:
-        attempt: The recovered attempt.
-        world_size: Number of ranks that saved it.
-        step: The ``step`` of ``take``.
-        created: Start time of the attempt; UTC, ISO 8601.
-        num_objects: Number of data objects.
+        attempt: The recovered one.
+        world_size: Number of ranks that saved.
+        step: Of ``take``.
+        created: Start of the attempt; UTC, ISO 8601.
+        num_objects: Of data.
         nbytes: Bytes compared with checksums.
     """
 
@@ -107,7 +105,7 @@ def recover(
             if isinstance(found, list):
                 return found
             commit, report = found
-            # The attempt's folder takes any unfinished write.
+            # An unfinished write goes to the attempt's folder.
             target = await open_location(
                 host,
                 source.location,
@@ -141,13 +139,13 @@ def _join_problems(problems: Sequence[ActorSnapError], url: str) -> ActorSnapErr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Candidate:
-    """An attempt that may be the lost snapshot.
+    """Possibly the lost snapshot.
 
     Attributes:
-        ranks: Ranks with a manifest, sorted.
-        nbytes: Total size of its folder.
-        save: The save record of its first manifest; None for an older release.
-        problem: The reason why it cannot be the snapshot.
+        ranks: With a manifest, sorted.
+        nbytes: Size of its folder.
+        save: None: by an older release.
+        problem: Why it cannot be the snapshot.
     """
 
     attempt: Attempt
@@ -182,7 +180,7 @@ class _Recovery:
     async def find(
         self, progress: Callable[[int, int], None] | None
     ) -> tuple[Commit, RecoverReport] | list[ActorSnapError]:
-        """Returns the commit object to write with a report, or the damage found.
+        """Returns the commit object to write and a report, or the damage.
 
         Raises:
             UsageError: The caller has to choose or confirm.
@@ -197,7 +195,7 @@ class _Recovery:
             if problems:
                 return problems
             commit = _commit_of(chosen.attempt, manifests, records)
-            # Refuses a commit object that this release could not read.
+            # Raises if this release could not read it.
             decode_commit(encode_commit(commit))
         except ChecksumMismatch as error:
             return [error]  # raised inside ``opened``, it would look like a deleted snapshot
@@ -224,8 +222,8 @@ class _Recovery:
         """Creates the commit object, or replaces the damaged one.
 
         Raises:
-            ObjectExists: Another snapshot was committed in the meantime.
-            ObjectNotFound: The attempt was deleted in the meantime.
+            ObjectExists: Another snapshot was committed meanwhile.
+            ObjectNotFound: The attempt was deleted meanwhile.
         """
 
         async def look(record: ManifestRecord) -> None:
@@ -238,16 +236,16 @@ class _Recovery:
             await self._check_replaceable()  # raises if the caller did not ask to replace it
         await commit_alone(target, commit, overwrite=is_damaged)
         if commits.older is not None:
-            # The other name is valid now. A damaged object left here would count again if only the
-            # newer one were lost.
+            # The other name is valid now. A damaged object here would count if only the newer were
+            # lost.
             await target.delete([OLDER_COMMIT_KEY])
 
     async def _check_replaceable(self) -> None:
-        """Checks that there is no commit object, or a damaged one that may be replaced.
+        """Checks that the commit object is missing, or damaged and replaceable.
 
         Raises:
-            ObjectExists: The commit object is intact.
-            ChecksumMismatch: It is damaged, and the caller did not ask to replace it.
+            ObjectExists: It is intact.
+            ChecksumMismatch: It is damaged, and may not be replaced.
         """
         try:
             commit = await find_commit(self._storage)
@@ -268,8 +266,6 @@ class _Recovery:
                 "to recover",
             )
 
-    # Choosing
-
     async def _choose(self) -> _Candidate:
         """Returns the only complete attempt.
 
@@ -279,8 +275,8 @@ class _Recovery:
         """
         names = await find_attempts(self._storage)
         if not names:
-            await self._reader.commit()  # raises, with the reason
-            await self._check_replaceable()  # raises, if a commit came just now
+            await self._reader.commit()  # raises
+            await self._check_replaceable()  # raises if a commit came just now
         if self._call.attempt is not None:
             if self._call.attempt not in names:
                 raise UsageError(
@@ -330,7 +326,7 @@ class _Recovery:
         return _Candidate(attempt=attempt, ranks=ranks, nbytes=nbytes, save=save, problem=problem)
 
     def _check_ranks(self, name: str, ranks: Sequence[int], save: SaveRecord | None) -> None:
-        """Raises if the manifests are not those of all ranks."""
+        """Raises unless there is a manifest per rank."""
         recorded = None if save is None else save.world_size
         given = self._call.world_size
         if recorded is None and given is None:
@@ -359,7 +355,7 @@ class _Recovery:
             )
 
     async def _refuse_running(self, attempt: Attempt) -> None:
-        """Raises UsageError if the attempt, or a copy of it to here, may still be committed."""
+        """Raises UsageError if the attempt, or a copy of it to here, may still commit."""
         if self._call.force:
             return
         name = str(attempt)
@@ -381,8 +377,6 @@ class _Recovery:
                 f"{what}: {why}. If its job has ended, or these files are a copy of a snapshot, "
                 "pass force=True (--force)"
             )
-
-    # Manifests
 
     async def _read(self, name: str, rank: int) -> tuple[RankManifest, ManifestRecord]:
         key = manifest_key(name, rank)
@@ -421,7 +415,7 @@ class _Recovery:
 
 
 def _common_record(manifest: RankManifest) -> SaveRecord | None:
-    """Returns the part of the save record that is equal on all ranks."""
+    """Returns the part that is equal on all ranks."""
     if isinstance(manifest.save, msgspec.UnsetType):
         return None
     return msgspec.structs.replace(manifest.save, metadata={})

@@ -1,12 +1,11 @@
-"""The trainer's half of a save made by the uploader process: capture and staging.
+"""The trainer's half of a save in the uploader process: capture and staging.
 
-Staged chunks keep their memory until the save has ended, so that a new process can repeat the save
-if this one dies, or until any save waits for memory. If no process can be started, a
-``LocalEngine`` makes the save.
+Staged chunks keep their memory, so that a new process can repeat the save, until the save ends
+or any save waits for memory. If no process can be started, a ``LocalEngine`` makes the save.
 
-With several ranks the mailbox stays in the trainer, and messages are relayed
-(``transport.relay``). If the process dies, the trainer ends the call. With ``detach``, if the
-trainer ends, the process opens the mailbox.
+With several ranks the mailbox stays in the trainer, which relays messages (``transport.relay``) and
+ends the call if the process dies. With ``detach``, the process opens the mailbox if the trainer
+ends.
 """
 
 from __future__ import annotations
@@ -58,23 +57,23 @@ __all__ = ["RemoteEngine"]
 logger = Log(__name__)
 
 _GRACE_S = 2.0
-"""Extra time of the process beyond the deadline, in seconds: it can report better reasons."""
+"""The process' time beyond the deadline: it reports better reasons."""
 
 _OTHERS_GRACE_S = 4.0
-"""The same for ranks that wait for rank 0's verdict, in seconds."""
+"""The same for ranks that wait for rank 0's verdict."""
 
 _LOOK_S = 10.0
-"""Time limit for checking whether a dead process has committed the save, in seconds."""
+"""Time limit for checking whether a dead process has committed."""
 
 _VERDICT_S = 20.0
-"""Extra time beyond the deadline to wait for rank 0's verdict if the process died, in seconds."""
+"""Extra wait for rank 0's verdict if the process died."""
 
 _CLOSE_S = 2.0
-"""Time limit for handing the mailbox over to the process, in seconds."""
+"""Time limit for handing over the mailbox."""
 
 
 class RemoteEngine:
-    """Makes a save with the uploader process. See ``Engine`` and ``HandedSave``."""
+    """See ``Engine`` and ``HandedSave``."""
 
     _described: Described
     _tasks: anyio.abc.TaskGroup
@@ -91,7 +90,7 @@ class RemoteEngine:
         self._cause: Exception | None = None
         self._wanted: StagingWanted | None = None
         self._is_wanted = False  # by the current process
-        # By chunk number: the held memory, its offset, and the stored chunks.
+        # By chunk number: held memory, its offset, stored chunks.
         self._memory: dict[int, StagedMemory | None] = {}
         self._offsets: dict[int, int | None] = {}
         self._stored: set[int] = set()
@@ -107,7 +106,7 @@ class RemoteEngine:
             team, call = save.membership.team, save.membership.call
             assert isinstance(team, Team)
             self._team = team
-            # The process needs a store that outlives the trainer.
+            # The store must outlive the trainer.
             self._may_detach = self._may_detach and team.can_be_continued
             self._relay = Relay(
                 rank=team.rank,
@@ -141,7 +140,7 @@ class RemoteEngine:
                 self._tasks.cancel_scope.cancel()
         finally:
             self._captured = None
-            # A detached save is still read by the process.
+            # The process reads a detached save.
             is_read = self.is_detached and not self._ended.is_set()
             for memory in self._memory.values():
                 if memory is not None and not is_read:
@@ -173,7 +172,7 @@ class RemoteEngine:
         self._conclude_unless_begun(Failure(reason=reason, stage=Stage.JOIN, rank=save.rank))
 
     def _conclude_unless_begun(self, failure: Failure) -> None:
-        """Ends the save after rank 0's abort; an engine in the process receives it itself."""
+        """For rank 0's abort; an engine in the process receives it itself."""
         if not self._has_begun_there and not self._is_handed_back:
             self._uploader.conclude(self._number, failure)
 
@@ -209,7 +208,7 @@ class RemoteEngine:
                 display_url=printable(request.location.display_url),
                 url=request.location.url.encode("utf-8", "surrogatepass"),
                 storage_options=request.location.storage_options,
-                # The trainer writes the trace, and its path may not be UTF-8.
+                # The trainer writes the trace; its path may not be UTF-8.
                 options=msgspec.msgpack.encode(
                     msgspec.structs.replace(request.options, trace=None)
                 ),
@@ -302,7 +301,7 @@ class RemoteEngine:
         self._take_over_prepared.set()
 
     def _on_staging_wanted(self, frame: StagingWanted) -> None:
-        """Starts staging. For a second process, announces the chunks already staged."""
+        """Starts staging. For a second process, announces the staged chunks."""
         before, self._wanted = self._wanted, frame
         self._is_wanted = True
         url = frame.url.decode("utf-8", "surrogatepass")
@@ -336,7 +335,7 @@ class RemoteEngine:
         self._save.is_unanswered = frame.is_unanswered
         if frame.record:
             record = msgspec.msgpack.decode(frame.record, type=Record)
-            # The trainer marks the end of staging itself.
+            # The trainer marks the end of staging.
             marks = [mark for mark in record.marks if mark.name != "staged"]
             record = msgspec.structs.replace(record, marks=marks)
             self._save.observation.adopt(record, frame.retries)
@@ -347,7 +346,7 @@ class RemoteEngine:
         self._ended.set()
 
     async def _conclude_for_process(self, relay: Relay, failure: Failure) -> None:
-        """Ends the call of all ranks in place of the dead process."""
+        """Ends the call of all ranks for a dead process."""
         outcome: Failure | None = msgspec.structs.replace(failure, may_be_visible=True)
         with anyio.move_on_after(self._save.request.left_s + _VERDICT_S):
             outcome = await relay.conclude(failure, self._is_committed)
@@ -365,7 +364,7 @@ class RemoteEngine:
         self._ended.set()
 
     async def _is_committed(self) -> bool:
-        """Returns whether the save is committed; False if the storage does not answer."""
+        """False if the storage does not answer."""
         if self._wanted is None:
             return False
         errands = AbandonableTasks(
@@ -383,7 +382,7 @@ class RemoteEngine:
                     return await is_committed(storage, errands, self._wanted.attempt)
                 finally:
                     await errands.close(storage.aclose)
-            except Exception as error:  # any error of a backend
+            except Exception as error:  # of any backend
                 logger.warning(
                     "%s: whether it is committed is unknown: %s", self._save.label, error
                 )
@@ -394,7 +393,7 @@ class RemoteEngine:
     async def _stage(self, frame: StagingWanted) -> None:
         try:
             await self._stage_all(frame)
-        except Exception as error:  # any error of a device copy
+        except Exception as error:  # of any device
             cause = first_error(error)
             assert isinstance(cause, Exception)
             self._cause = cause
@@ -412,14 +411,14 @@ class RemoteEngine:
         self._save.staged.set_result(None)
 
     async def _prepare_detaching(self) -> None:
-        """Waits until the process can open the rank's mailbox."""
+        """Waits until the process can open the mailbox."""
         assert self._save.membership is not None
         call = self._save.membership.call
         assert isinstance(call, TeamCall)
         self._take_over_prepared = anyio.Event()
         try:
             self._report(await self._team.take_over(self._number, call))
-        except Exception as error:  # any error of torch's store
+        except Exception as error:  # of torch's store
             self._on_take_over_prepared(describe(error))
         await self._take_over_prepared.wait()
 
@@ -469,7 +468,7 @@ class RemoteEngine:
             self._report(Staged(self._number, [(number, offset)]))
 
     async def _make_room(self, full: anyio.Event) -> None:
-        """If staging has to wait for memory, releases memory kept for a repeated save."""
+        """If staging waits for memory, releases memory kept for a repeated save."""
         await full.wait()
         if not self._has_copied:
             self._report(Staged(self._number, is_waiting=True))

@@ -1,6 +1,4 @@
-"""What the saves and reads of a process share besides threads: memory, the pace, the uploader
-process, and the record of their attempts.
-"""
+"""Shared by the saves and reads of a process."""
 
 from __future__ import annotations
 
@@ -25,11 +23,11 @@ __all__ = ["Attempts", "Resources"]
 T = TypeVar("T")
 
 _MAX_ENDED = 64
-"""Maximum number of ended attempts to remember."""
+"""Limit of remembered attempts."""
 
 
 class Resources:
-    """See ``Host.resources``. On the runtime's loop only, unless a member says otherwise.
+    """See ``Host.resources``. On the runtime's loop only, unless noted.
 
     Args:
         call_on_loop: See ``Host.call_on_loop``.
@@ -64,31 +62,31 @@ class Resources:
         self._call_on_loop(change)
 
     def set_duty(self, duty: float) -> None:
-        """Sets the share of time in which saves are stored, here and in the uploader process."""
+        """Sets the share of time for storing, here and in the uploader process."""
         self.pace.set(duty)
         if self.uploader is not None:
             self.uploader.set_duty(duty)
 
 
 class Attempts:
-    """Attempts of this process, and of the other one of trainer and uploader process.
+    """Attempts of this process and its partner: trainer or uploader process.
 
     On the runtime's loop only, except ``new``.
 
     Attributes:
-        on_end: Called with the name of each attempt of this process that ends.
+        on_end: Called with the name of each own attempt that ends.
     """
 
     def __init__(self) -> None:
         self._running: set[Attempt] = set()
-        # Dicts as ordered sets, the oldest first.
+        # Ordered sets, the oldest first.
         self._ended: dict[str, None] = {}
         self._ended_elsewhere: dict[str, None] = {}
         self._discarded: dict[tuple[str, str], None] = {}
         self.on_end: Callable[[str], None] = lambda _: None
 
     def new(self) -> Attempt:
-        """Returns a unique name. The attempt counts as running until ``end``."""
+        """Returns a unique name, running until ``end``."""
         attempt = Attempt(
             created_s=int(time.time()),
             host=host_id(),
@@ -99,49 +97,47 @@ class Attempts:
         return attempt
 
     def end(self, attempt: Attempt) -> None:
-        """Records that the attempt has committed or can no longer commit."""
+        """Records that it has committed or can no longer commit."""
         if attempt in self._running:
             self._running.remove(attempt)
             _remember(self._ended, str(attempt))
             self.on_end(str(attempt))
 
     def note_ended(self, attempts: Iterable[str]) -> None:
-        """Records ended attempts of the other process."""
+        """Records the other process' ended attempts."""
         for attempt in attempts:
             _remember(self._ended_elsewhere, attempt)
 
     def latest_ended(self) -> list[str]:
-        """Returns the latest ended attempts of this process."""
+        """Returns those of this process."""
         return list(self._ended)
 
     def all_ended(self) -> frozenset[str]:
-        """Returns the latest ended attempts of both processes."""
+        """Returns those of both processes."""
         return frozenset([*self._ended, *self._ended_elsewhere])
 
     def is_running(self, attempt: Attempt) -> bool:
-        """Returns whether the attempt runs in this process."""
         return attempt in self._running
 
     def may_run(self, attempt: Attempt) -> bool:
         """Returns whether an attempt of this machine and process namespace may be running.
 
-        Attempts with this process' id are known if they began here. All others are older: the
-        system has reused the id.
+        With this process' id, those that did not begin here are older: the id was reused.
         """
         if attempt.pid == os.getpid():
             return attempt in self._running
         return str(attempt) not in self._ended_elsewhere and is_running(attempt.pid)
 
     def discard(self, url: str, attempt: str) -> None:
-        """Records that this process aborted the attempt or deletes its snapshot.
+        """Records an attempt that this process aborted, or whose snapshot it deletes.
 
         Args:
-            url: The storage. An attempt of the same name at another URL is a copy and is kept.
+            url: The storage. An attempt of the same name elsewhere is a copy and is kept.
         """
         _remember(self._discarded, (url, attempt))
 
     def forget_discarded(self, url: str, attempt: str) -> None:
-        """Records that the attempt is deleted; one of its name is now a copy."""
+        """Records that it is deleted: one of its name is now a copy."""
         self._discarded.pop((url, attempt), None)
 
     def discarded(self, url: str) -> frozenset[str]:

@@ -1,7 +1,4 @@
-"""The body of ``Snapshot.restore``, as a script (see ``runtime.taking``).
-
-``state_dict`` and ``load_state_dict`` run in the caller's thread.
-"""
+"""The script of ``Snapshot.restore``."""
 
 from __future__ import annotations
 
@@ -50,18 +47,16 @@ logger = Log(__name__)
 
 
 class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The parts of the app state and the snapshot that a restore left out.
+    """The parts of app state and snapshot that a restore left out.
 
     Attributes:
-        missing: Paths of modules and ``StateDict`` dicts that the snapshot lacks; they keep their
+        missing: Paths of modules and ``StateDict``s that the snapshot lacks; they keep their
             values.
         unexpected: Paths of the snapshot without a place in a module; not restored.
         mismatched: One line each, for
 
-            - a leaf of a module or ``StateDict`` with another kind, dtype or shape; it keeps its
-              value.
-            - an optimizer that cannot take the saved state, or was saved from another class; it
-              keeps all its values.
+            - a leaf of another kind, dtype or shape; it keeps its value.
+            - an optimizer of another class, or that cannot take the state; it keeps its values.
             - two leaves of modules that share memory in the app state only; the last one wins.
         kept: A line per ``RNGState`` that keeps its generators' states, because only other ranks
             saved theirs: seed them. Does not fail a strict restore.
@@ -76,23 +71,22 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
 
 class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """A preview of a restore, over all ranks that take part.
+    """A preview of a restore, over all its ranks.
 
     Attributes:
         mode: ``"direct"``: every rank reads its own ranges; ``"shared"``: ranks read common ranges
             once and send them to each other.
-        reason: Why this mode was chosen: how many ranks want how many bytes in common.
+        reason: How many ranks want how many bytes in common.
         bytes_needed: Bytes to put into the app states.
         bytes_read: Bytes to read from the storage, in whole checksum blocks or compressed frames.
-        num_requests: Number of read requests to the storage.
-        bytes_read_by_rank: Bytes to read, by rank.
-        missing, unexpected, mismatched: See ``IncompatibleState``. A line that not all ranks have
-            in common begins with the rank.
+        num_requests: To the storage.
+        bytes_read_by_rank: ``bytes_read``, by rank.
+        missing, unexpected, mismatched: See ``IncompatibleState``. Lines of some ranks only begin
+            with the rank.
     """
 
     mode: str
@@ -107,7 +101,7 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def read_amplification(self) -> float:
-        """Bytes read per byte needed; below 1 if ranks share bytes."""
+        """Below 1 if ranks share bytes."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
     @property
@@ -119,7 +113,7 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
 def restore(
     source: Source, app_state: AppState, *, strict: bool, group: Any, store: Any
 ) -> Script[RestoreReport]:
-    """Restores on all ranks of a group together, in the rounds of ``protocol.restore``."""
+    """Restores on all ranks together, in the rounds of ``protocol.restore``."""
     team = find_team(group, store)
     label = Label(CallKind.RESTORE, source.location.canonical)
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
@@ -133,7 +127,7 @@ def restore(
 def _observed_restore(
     rounds: Rounds, source: Source, app_state: AppState, strict: bool
 ) -> Script[RestoreReport]:
-    """Runs ``restore_by`` with an observation, for trace files and telemetry."""
+    """Runs ``restore_by`` observed."""
     observation = observe("restore", source.options)
     end = partial(
         observation.end,
@@ -164,7 +158,7 @@ def restore_by(
     strict: bool,
     observation: Observation | None = None,
 ) -> Script[RestoreReport]:
-    """Runs this rank's part: compares everything, reads everything, then loads key by key."""
+    """Runs this rank's part: compares, reads, then loads key by key."""
     check_flag("strict", strict)
     observation = observation or Observation("restore")
     note = observation.caller.note
@@ -188,7 +182,7 @@ def restore_by(
 def plan_restore(
     source: Source, app_state: AppState, *, group: Any, store: Any
 ) -> Script[RestorePlan]:
-    """Runs ``restore`` without reading data, and reports the plan."""
+    """Runs ``restore`` without reading data; reports the plan."""
     team = find_team(group, store)
     label = Label(CallKind.PLAN_RESTORE, source.location.canonical)
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode), is_dry_run=True)
@@ -220,7 +214,7 @@ def plan_restore(
 def _compare(
     rounds: Rounds, source: Source, app_state: AppState, observation: Observation
 ) -> Script[tuple[Compared, RestoreReads]]:
-    """Reads the index and, once all ranks have read the same one, compares."""
+    """Reads the index; compares once all ranks have the same."""
     validate_app_state(app_state)
     index = yield from load_view(source, rounds.rank)
     observation.attempt = index.attempt
@@ -229,7 +223,7 @@ def _compare(
     yield from rounds.arrive(msgspec.msgpack.encode(ready), then=Stage.COMPARE)
     states = _state_dicts(app_state, rounds.team)
     compared = compare(index, app_state, states, rank=rounds.rank, options=source.options)
-    # Escaped names, which can be sent to other ranks.
+    # Escaped names can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
     observation.caller.note(Work.COMPARE)
     return compared, RestoreReads(source, index, parts, rounds.team, observation)
@@ -238,8 +232,8 @@ def _compare(
 def _state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
     """Calls every ``state_dict()``, in the same order on all ranks.
 
-    Generators come last, because other loads may draw numbers. Their ``state_dict()`` is not
-    called: a generator that only this process has must not fail other ranks.
+    Generators come last: other loads may draw numbers. Theirs is not called: a generator of this
+    process only must not fail other ranks.
     """
     states: dict[str, Any] = {}
 
@@ -283,11 +277,11 @@ def _load(
     """Calls every ``load_state_dict``.
 
     Raises:
-        IncompatibleState: A module that adapts what it loads refuses it.
-        Exception: Any error of a ``load_state_dict``, with a note that names its key.
+        IncompatibleState: A module that adapts refuses the state.
+        Exception: Of a ``load_state_dict``, with a note of its key.
     """
     missing, unexpected = list(compared.missing), list(compared.unexpected)
-    if not strict:  # in a strict restore, other ranks have a place for them
+    if not strict:  # if strict, other ranks have places
         unexpected += [path for paths in compared.unplaced.values() for path in paths]
     mismatched = list(compared.mismatched)
     loaded: list[str] = []
@@ -328,7 +322,7 @@ def _call_by_key(
 ) -> None:
     """Calls into statefuls; raises the first error.
 
-    With several ranks, an error does not skip the other keys: these calls may be collective.
+    With several ranks, an error skips no key: these calls may be collective.
     """
     first: ActorSnapError | None = None
     for key in keys:
@@ -354,7 +348,7 @@ def _call_by_key(
 def _load_adapting(
     key: str, load: Callable[[Any], Any], state: Any, compared: KeyRestore, *, strict: bool
 ) -> RestoreReport:
-    """Loads a module that adapts the state itself; returns the parts that it left out.
+    """Loads a module that adapts the state; returns what it left out.
 
     Raises:
         IncompatibleState: strict, and torch reports a mismatch.
@@ -367,7 +361,7 @@ def _load_adapting(
             raise
         if strict:
             raise IncompatibleState(mismatched=complaints, is_untouched=False) from error
-        # torch reports no details, but has loaded all that fits.
+        # torch has loaded all that fits.
         return RestoreReport(
             missing=tuple(compared.match.missing),
             unexpected=(*compared.match.unexpected, *compared.match.unplaced),

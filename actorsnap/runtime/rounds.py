@@ -1,4 +1,4 @@
-"""Calls that ranks make together, as scripts that pass rounds (``protocol.rounds``)."""
+"""Calls that ranks make together, in rounds (``protocol.rounds``)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Rounds(Protocol):
 
     Attributes:
         team: None for a single rank.
-        scope: See ``transport.store.StoreSave``; valid after the first round.
+        scope: See ``transport.store.StoreSave``; not before the first round.
     """
 
     @property
@@ -48,7 +48,7 @@ class Rounds(Protocol):
         ...
 
     def perform(self, work: Work[T]) -> Script[T]:
-        """Runs work on the loop, with ``arrive``; cancels it if another rank fails."""
+        """Runs work on the loop; cancels it if another rank fails."""
         ...
 
 
@@ -59,11 +59,11 @@ def call_together(
     decisions: Decisions,
     body: Callable[[Rounds], Script[T]],
 ) -> Script[T]:
-    """Runs ``body`` on all ranks of ``team``; ``label`` must be the same on all.
+    """Runs ``body`` on all ranks of ``team``; ``label`` must be equal.
 
-    The call ends with the body on all ranks, or with the same error on all: after ``timeout_s``,
-    and soon after a rank has failed or was silent for ``lost_after_s``. On the rank that failed,
-    the error is the original one or has it as its cause.
+    All ranks end alike, or with the same error: after ``timeout_s``, and soon after a rank failed
+    or was silent for ``lost_after_s``. On the failed rank, the error is the original or caused by
+    it.
     """
     if team is None:
         return (yield from body(Alone(decisions)))
@@ -78,7 +78,7 @@ def call_together(
 
 
 class Alone:
-    """The rounds of one rank without others."""
+    """The rounds of a single rank."""
 
     team = None
     scope = ""
@@ -165,7 +165,7 @@ class Together:
         """Reports this rank's failure to the others.
 
         Raises:
-            ActorSnapError: The common error, unless it is ``error`` itself.
+            ActorSnapError: The common error, unless it is ``error``.
         """
         participant = self._participant
         was_over = participant.is_over
@@ -175,11 +175,11 @@ class Together:
         is_same = isinstance(error, ActorSnapError) and _is_same(error, verdict)
         if verdict is None or (is_same and not was_over):
             return
-        # Another rank's error arrived in a round, as a copy without the note on its origin.
+        # Another rank's error arrives as a copy, without its note.
         raise verdict from verdict.__cause__ if is_same else error
 
     def close(self) -> None:
-        """Reports a failure unless there is an outcome: the caller was interrupted."""
+        """Reports an interrupted caller."""
         if not self._participant.is_over:
             failure = restore_aborted("the caller was interrupted", Stage.CANCEL, self.rank)
             self._host.submit(self._participant.fail(failure))

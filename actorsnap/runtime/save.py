@@ -1,7 +1,5 @@
-"""A save in flight.
-
-A ``Save`` has the futures of its callers, takes their cancellation, and reports one outcome. An
-engine makes it: ``LocalEngine`` in this process, ``RemoteEngine`` with the uploader process.
+"""A ``Save`` has its callers' futures and one outcome. An engine makes it: ``LocalEngine`` in this
+process, ``RemoteEngine`` with the uploader process.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from actorsnap.storage.registry import without_secrets
 __all__ = ["Engine", "Save", "SaveRequest"]
 
 _HEAD_START_S = 0.005
-"""Delay of a lazily staged save after the call, in seconds: a switch interval."""
+"""Delay of lazy staging after the call: a switch interval."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,8 +38,8 @@ class SaveRequest:
     """The arguments of a save.
 
     Attributes:
-        location, resume: Rank 0's hold for all ranks.
-        begun_s: Start of the call, by ``time.monotonic``.
+        location, resume: Rank 0's hold for all.
+        begun_s: By ``time.monotonic``.
     """
 
     location: Location
@@ -54,35 +52,35 @@ class SaveRequest:
 
     @property
     def left_s(self) -> float:
-        """Seconds until ``Options.timeout_s`` has passed; at least 0."""
+        """Seconds left of ``Options.timeout_s``; at least 0."""
         return max(0.0, self.begun_s + self.options.timeout_s - time.monotonic())
 
 
 class Engine(Protocol):
-    """Makes one save, on the runtime's loop."""
+    """One save, on the runtime's loop."""
 
     @property
     def is_detached(self) -> bool:
-        """Whether the save continues without this process."""
+        """The save continues without this process."""
         ...
 
     async def run(self, tasks: anyio.abc.TaskGroup) -> None:
-        """Makes the save; returns when it is committed. Called once.
+        """Returns when the save is committed. Called once.
 
         Args:
-            tasks: For tasks that may hang in a storage; they may outlive the outcome.
+            tasks: For tasks that may hang in a storage and outlive the outcome.
 
         Raises:
-            Exception: The save's outcome, unless ``Save.commit`` was called.
+            Exception: The outcome, unless ``Save.commit`` was called.
         """
         ...
 
     def cancel(self, reason: str) -> None:
-        """Requests an abort while ``run`` runs. May be called repeatedly."""
+        """Requests an abort of ``run``. Idempotent."""
         ...
 
     def close(self) -> None:
-        """Called when all tasks have ended."""
+        """Called after all tasks."""
         ...
 
 
@@ -92,15 +90,15 @@ class Save:
     Args:
         membership: None for a single rank.
         fence: None: staging is eager.
-        turn: None: ``start`` takes one if the save overwrites.
+        turn: None: ``start`` takes one to overwrite.
 
     Attributes:
         engine: Set before ``start``.
-        attempt: The attempt's name, once known here.
-        eager_staged: Settled when the call that began the save may return, or with the save's
-            error. The same as ``staged`` without a fence.
+        attempt: The attempt's name, once known.
+        eager_staged: Settled when the call that began the save may return, or with its error.
+            ``staged`` without a fence.
         staged: Settled when the trainer may overwrite its tensors, or with the save's error.
-        finished: Settled with the outcome; its error is raised to users.
+        finished: Settled with the outcome for users.
         is_committed: Nothing can fail the save any more.
         is_unanswered: See ``CommitActor``.
     """
@@ -133,7 +131,7 @@ class Save:
         self._has_begun = False
         self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
-        # Done when the save no longer needs this process.
+        # The save no longer needs this process.
         self._left: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.eager_staged = self.staged
         if fence is not None:
@@ -144,7 +142,7 @@ class Save:
 
     @property
     def url(self) -> str:
-        """The target's URL for people: rank 0's, once known."""
+        """Rank 0's, for people, once known."""
         return self.request.location.display_url
 
     @property
@@ -170,15 +168,15 @@ class Save:
         self.host.submit(self._begin())
 
     def cancel(self, reason: str) -> None:
-        """Requests an abort, also if ``start`` was interrupted. The commit may still win."""
+        """Requests an abort, even if ``start`` was interrupted. The commit may win."""
         self.check_process()
         if self.finished.done():
-            return  # the runtime may have ended
+            return  # maybe no runtime
 
         def request() -> None:
             self.cancel_reason = self.cancel_reason or reason
             if not self._has_begun:
-                # Other ranks count on this one, so the save begins and fails at once.
+                # Other ranks count on this one: the save begins and fails.
                 self.host.submit(self._begin())
             elif self.is_committed:
                 self.end(None)
@@ -196,11 +194,10 @@ class Save:
         return self.board
 
     def check_process(self) -> None:
-        """Raises ``UsageError`` in a forked child."""
         self.host.check_process()
 
     def source(self) -> Source:
-        """Returns the committed snapshot. Only after ``finished`` has succeeded."""
+        """Returns the snapshot, after ``finished`` has succeeded."""
         self.finished.result()
         return Source(self.location, self.options)
 
@@ -213,7 +210,7 @@ class Save:
 
     async def _run(self) -> None:
         try:
-            # The outcome is reported inside: hanging storage calls must not delay it.
+            # Inside: hanging tasks must not delay the outcome.
             async with anyio.create_task_group() as tasks:
                 error: BaseException | None = None
                 try:
@@ -259,7 +256,7 @@ class Save:
     # For the engine
 
     async def leave_gil_to_caller(self) -> None:
-        """Lets the caller run first if it does not wait for the save."""
+        """Lets a caller that does not wait run first."""
         if self.fence is not None and not self.fence.has_eager:
             await anyio.sleep(_HEAD_START_S)
 
@@ -269,18 +266,18 @@ class Save:
         self.request = replace(self.request, location=location)
 
     def leave_process(self) -> None:
-        """Lets this process exit: the save has ended, or continues without it."""
+        """Lets this process exit: the save has ended or left it."""
         _settle(self._left)
 
     def commit(self) -> None:
-        """Notes the commit, and lets later saves to the path commit. Idempotent."""
+        """Notes the commit; later saves to the path may commit. Idempotent."""
         if not self.is_committed:
             self.is_committed = True
             self._end_turn()
             self.board.enter(Phase.COMMITTED)
 
     def end(self, error: BaseException | None) -> None:
-        """Reports the outcome, unless it is reported already. A committed save has no error."""
+        """Reports the outcome, once. A committed save has no error."""
         if self.finished.done():
             return
         if error is None:

@@ -1,6 +1,5 @@
-"""Runs the scripts of public calls, for callers on an event loop and in plain threads.
-
-A caller on an event loop is woken without blocking that loop or the runtime's.
+"""Runs the scripts of public calls, for callers on an event loop (without blocking it) and in plain
+threads.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ __all__ = [
 T = TypeVar("T")
 
 _is_blocking_allowed = False
-"""Whether blocking calls are allowed in a thread with a running event loop."""
+"""In threads with a running event loop."""
 
 
 async def run_async(script: Script[T]) -> T:
-    """Runs a public call's script for a caller on an asyncio event loop.
+    """Runs a script for a caller on an asyncio event loop.
 
     Raises:
         UsageError: no asyncio loop runs, as under trio or in a process forked from a coroutine.
-    Cancellation: cancels the step on the runtime and waits for its end before it raises.
+    Cancellation: cancels the step and waits for its end.
     """
     _require_loop()
     try:
@@ -87,7 +86,7 @@ def _require_loop() -> None:
 
 
 async def _start_host() -> None:
-    """``Host.get`` for a caller on an event loop, which must not block."""
+    """``Host.get`` without blocking the caller's event loop."""
     if Host.running_here() is None:
         started = Host.begin_start()
         await wait_done(started)
@@ -95,8 +94,8 @@ async def _start_host() -> None:
 
 
 async def _outlast_cancellation(future: concurrent.futures.Future[Any]) -> None:
-    """Waits until the runtime has ended the call, even if the caller is cancelled repeatedly."""
-    # Without the shield, anyio's scopes would cancel in each turn of the loop.
+    """Waits for the end of the call, through repeated cancellation."""
+    # Otherwise anyio's scopes would cancel in each turn of the loop.
     with anyio.CancelScope(shield=True):
         while not future.done():
             with contextlib.suppress(asyncio.CancelledError):
@@ -104,7 +103,7 @@ async def _outlast_cancellation(future: concurrent.futures.Future[Any]) -> None:
 
 
 async def watch_async(board: ProgressBoard) -> AsyncGenerator[Progress, None]:
-    """Yields the latest state of ``board`` and then each change until the last one."""
+    """Yields the latest state of ``board`` and each change until the last."""
     changed = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -144,12 +143,12 @@ def watch_sync(board: ProgressBoard) -> Generator[Progress, None, None]:
 
 
 def run_sync(script: Script[T], *, name: str) -> T:
-    """Runs a public call's script for a caller in an ordinary thread.
+    """Runs a script for a caller in a plain thread.
 
-    Ctrl-C cancels the step on the runtime and is raised when the step has ended.
+    Ctrl-C cancels the step and is raised after its end.
 
     Raises:
-        UsageError: an event loop runs in this thread and must not be blocked.
+        UsageError: a running event loop must not be blocked.
     """
     refuse_running_loop(name)
     try:
@@ -174,21 +173,21 @@ def run_sync(script: Script[T], *, name: str) -> T:
 
 
 def allow_in_running_loop() -> None:
-    """Lets the calls of ``actorsnap.sync`` block running event loops in the whole process.
+    """Lets the calls of ``actorsnap.sync`` block running event loops, in the whole process.
 
-    For synchronous frameworks in a program with an event loop. A call then blocks the loop of its
-    thread until it returns, and async calls on that loop wait; the runtime has its own loop.
-    ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1`` has the same effect. Under ``asyncio.run`` the first
-    Ctrl-C takes effect when the call has returned, the second one at once.
+    For synchronous frameworks in a program with an event loop. A call blocks its thread's loop
+    until it returns, and async calls on that loop wait; the runtime has its own. Same as
+    ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1``. Under ``asyncio.run`` the first Ctrl-C takes effect after
+    the call, the second one at once.
     """
     global _is_blocking_allowed
     _is_blocking_allowed = True
 
 
 def refuse_running_loop(name: str) -> None:
-    """Raises ``UsageError`` in a thread with a running event loop, unless blocking is allowed.
+    """Raises ``UsageError`` on a running event loop, unless blocking is allowed.
 
-    Notebook kernels are allowed: the loop that runs their cells has no other work.
+    It is in notebook kernels: the loop that runs their cells has no other work.
     """
     try:
         asyncio.get_running_loop()
@@ -207,17 +206,16 @@ def refuse_running_loop(name: str) -> None:
 
 
 def _is_in_kernel() -> bool:
-    """Returns whether this process is an IPython kernel (Jupyter, Colab), without importing it."""
+    """Detects an IPython kernel (Jupyter, Colab), without importing it."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_shell is not None and getattr(get_shell(), "kernel", None) is not None
 
 
 def _unwrap_group(error: BaseException) -> BaseException:
-    """Unwraps an exception group to one of its errors, with the group as the cause.
+    """Returns one error of an exception group, caused by the group.
 
-    Errors of this package are copied, because the future keeps the original. Raising the original
-    would form a reference cycle through its traceback and keep the caller's app state alive until
-    the next garbage collection.
+    Errors of this package are copied: the original, which the future keeps, would form a reference
+    cycle through its traceback and keep the app state alive until a garbage collection.
     """
     if isinstance(error, BaseExceptionGroup):
         leaf: BaseException = error
@@ -233,7 +231,7 @@ def _unwrap_group(error: BaseException) -> BaseException:
         return error
     try:
         fresh = copy.copy(error).with_traceback(error.__traceback__)
-    except Exception:  # a user's subclass with another constructor
+    except Exception:  # a subclass with another constructor
         return error
     fresh.__cause__ = error.__cause__
     for note in notes_of(error):
@@ -271,11 +269,10 @@ _CALLS = {
     "PendingSnapshot.wait": ("snapshot = await pending.wait()", "nothing was waited for"),
     "PendingSnapshot.events": ("async for progress in pending.events():", ""),
 }
-"""The correct line of code, and the effect of a missing ``await``, by qualified name."""
+"""The correct code, and the effect of a missing ``await``, by name."""
 
 
 def how_to_await(name: str) -> str:
-    """Returns the line of async code for the public call ``name``."""
     return _CALLS[name][0]
 
 
@@ -284,8 +281,8 @@ def async_call(
 ) -> Callable[P, Coroutine[Any, Any, T]]:
     """Makes an ``async def`` return an ``AsyncCall``.
 
-    Keeps signature and docstring. From Python 3.12 on, ``inspect.iscoroutinefunction`` returns true
-    for the result; 3.11 cannot mark it.
+    Keeps signature and docstring. ``inspect.iscoroutinefunction`` is true for the result from
+    Python 3.12 on; 3.11 cannot mark it.
     """
     line, missed = _CALLS[function.__qualname__]
 
@@ -300,10 +297,8 @@ def async_call(
 
 
 class AsyncCall(Coroutine[Any, Any, T]):
-    """A coroutine that reports if it is dropped without being awaited.
-
-    It logs an error in place of Python's RuntimeWarning. ``send``, ``throw`` and ``close`` count as
-    awaiting.
+    """A coroutine that logs an error if it is never awaited, in place of Python's RuntimeWarning.
+    ``send``, ``throw`` and ``close`` count as awaiting.
     """
 
     def __init__(self, coroutine: CoroutineType[Any, Any, T], line: str, missed: str) -> None:
@@ -311,7 +306,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
         self._line = line
         self._missed = missed
         self._is_awaited = False
-        # Event loops use these as task names.
+        # Event loops name tasks by these.
         self.__name__ = coroutine.__name__
         self.__qualname__ = coroutine.__qualname__
 
@@ -332,7 +327,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
     ) -> Any:
         self._is_awaited = True
         if val is None and tb is None and isinstance(typ, BaseException):
-            return self._coroutine.throw(typ)  # Python 3.12 deprecates the longer form
+            return self._coroutine.throw(typ)  # 3.12 deprecates the longer form
         return self._coroutine.throw(typ, val, tb)  # type: ignore[arg-type]
 
     def close(self) -> None:
@@ -341,7 +336,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
 
     def __del__(self) -> None:
         if not self._is_awaited:
-            with suppress(Exception):  # possibly at interpreter exit
+            with suppress(Exception):  # maybe at interpreter exit
                 text = f"{self._name()} was never awaited: {self._missed}. {self._hint()}"
                 self.close()
                 logger.error("%s", text)
@@ -352,7 +347,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
         return f"<{self._name()}, which was not awaited: {self._missed}. {self._hint()}>"
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("cr_"):  # read by ``inspect.getcoroutinestate`` and debuggers
+        if name.startswith("cr_"):  # for ``inspect`` and debuggers
             return getattr(self._coroutine, name)
         if name.startswith("_"):
             raise AttributeError(name)
@@ -367,7 +362,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
         )
 
     def _name(self) -> str:
-        frame = self._coroutine.cr_frame  # None once the coroutine has ended
+        frame = self._coroutine.cr_frame  # None after the end
         arguments = frame.f_locals if frame is not None else {}
         subject = ""
         if "self" in arguments:

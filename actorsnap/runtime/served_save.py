@@ -1,7 +1,7 @@
-"""A trainer's save in its uploader process: the other half of a ``RemoteEngine``.
+"""A trainer's save in its uploader process: the other half of ``RemoteEngine``.
 
-The trainer keeps two parts: it copies the state into the arena, and relays the messages of the
-rank's mailbox. If it ends and the save continues, this process opens the mailbox.
+The trainer copies the state into the arena and relays messages of its mailbox. If it ends and the
+save continues, this process opens the mailbox.
 """
 
 from __future__ import annotations
@@ -57,32 +57,28 @@ __all__ = ["ServedSave", "Trainer"]
 
 
 class Trainer(Protocol):
-    """The trainer, as a save sees it. Methods are called on the runtime's loop.
+    """The trainer, as seen by a save. On the runtime's loop.
 
     Attributes:
-        is_in_a_hurry: The trainer waits for memory: released chunks are reported at once.
+        is_in_a_hurry: It waits for memory: released chunks are reported at once.
     """
 
     is_in_a_hurry: bool
 
     def send(self, frame: FromProcess) -> None: ...
 
-    def view(self, offset: int, nbytes: int) -> memoryview:
-        """See ``ArenaView.view``."""
-        ...
+    def view(self, offset: int, nbytes: int) -> memoryview: ...
 
-    def finish(self, frame: Finished) -> None:
-        """Reports an outcome."""
-        ...
+    def finish(self, frame: Finished) -> None: ...
 
 
 class ServedSave:
-    """Connects a ``Save`` of this process with the trainer. Starts it at once.
+    """Connects a ``Save`` here with the trainer. Starts it at once.
 
-    It is the ``RemoteStaging`` of the engine, and the ``RelayLink`` of its ends.
+    ``RemoteStaging`` of the engine; ``RelayLink`` of its ends.
 
     Args:
-        structure, values: Sent with this or an earlier ``BeginSave``.
+        structure, values: Of this or an earlier ``BeginSave``.
         team: None for a single rank.
     """
 
@@ -141,7 +137,7 @@ class ServedSave:
 
     @property
     def is_detached(self) -> bool:
-        """Whether the save no longer needs the trainer."""
+        """The save no longer needs the trainer."""
         can_move = self._ends is None or self._take_over is not None
         return self._save.options.detach and self._is_staged and can_move
 
@@ -184,7 +180,7 @@ class ServedSave:
             case TakeOver():
                 self._host.submit(self._prepare_take_over(frame))
 
-    # The mailbox, which the trainer owns
+    # The trainer's mailbox
 
     def post(self, to: int | None, message: Message) -> None:
         """See ``RelayLink``."""
@@ -207,20 +203,20 @@ class ServedSave:
                 _connect, StoreAddress(frame.host, frame.port, frame.prefix)
             )
             self._take_over = frame, store
-        except Exception as failure:  # any error of torch or the network
+        except Exception as failure:  # torch or network
             error = describe(failure)
         self._trainer.send(TakeOverPrepared(self._number, error))
 
     @property
     def call_number(self) -> int:
-        """Number of the call to continue; -1 if none was prepared."""
+        """Returns the number of the call to continue; -1 if none."""
         return -1 if self._take_over is None else self._take_over[0].call
 
     async def continue_alone(self, ports: dict[str, StorePort[Any, Any]]) -> None:
-        """Opens the rank's mailbox after the trainer's end; waits for the end of the save.
+        """Opens the mailbox after the trainer's end; waits for the save's end.
 
         Args:
-            ports: Open ports by name. Call for the saves of a team in the order of their calls.
+            ports: By name. Call for a team's saves in the order of their calls.
         """
         if self._ends is None:
             return
@@ -247,7 +243,7 @@ class ServedSave:
                 tasks.cancel_scope.cancel()
 
     def report_progress(self) -> None:
-        """Reports the progress since the last report. Each frame wakes a thread of the trainer."""
+        """Reports new progress. Each frame wakes a thread of the trainer."""
         now = self._save.board.latest
         hashed, stored = now.hashed_bytes - self._hashed, now.stored_bytes - self._stored
         if hashed or stored or self._released:
@@ -255,7 +251,7 @@ class ServedSave:
             self._hashed, self._stored, self._released = now.hashed_bytes, now.stored_bytes, []
 
     def _keep_record(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
-        """Keeps the recording for ``Finished``. On a worker thread, before the save is finished."""
+        """Keeps the recording for ``Finished``. On a worker thread."""
         self._record = msgspec.msgpack.encode(recorder.record()), about.retries
 
     def _end(self) -> None:
@@ -268,10 +264,10 @@ class ServedSave:
             Finished(self._number, encoded, self._save.is_unanswered, *self._record)
         )
 
-    # The bytes, which the trainer copies into the arena
+    # Bytes, copied into the arena by the trainer
 
     def prepare(self, assignment: Assignment) -> None:
-        """Lets the trainer start staging while this process packs."""
+        """Lets the trainer stage while this process packs."""
         assert assignment.plan is not None
         self._trainer.send(
             StagingWanted(
@@ -284,7 +280,7 @@ class ServedSave:
         )
 
     async def run(self, order: StagingOrder) -> None:
-        """Passes on chunks that the trainer has staged. Raises the error of its staging."""
+        """Passes on staged chunks; raises staging's error."""
         async with order.out:
             async for frame in self._staged_out:
                 for number, offset in frame.chunks:
@@ -338,7 +334,7 @@ def _connect(address: StoreAddress) -> StoreAt:
 
 
 class _LinkedTurn:
-    """A ``CommitTurn`` given by the trainer or, after its end, by this process."""
+    """A turn of the trainer or, after its end, of this process."""
 
     def __init__(self, ask: Callable[[], None]) -> None:
         self._ask = ask
@@ -365,7 +361,7 @@ class _LinkedTurn:
 
 
 class _ArenaMemory:
-    """Memory of a chunk, lent by the trainer."""
+    """A chunk's memory, lent by the trainer."""
 
     def __init__(self, view: memoryview, number: int, release: Callable[[int], None]) -> None:
         self.view = view
@@ -373,7 +369,7 @@ class _ArenaMemory:
         self._release: Callable[[int], None] | None = release
 
     def release(self) -> None:
-        """Reports the release to the trainer, once."""
+        """Reports once to the trainer."""
         release, self._release = self._release, None
         if release is not None:
             self.view = memoryview(b"")

@@ -1,4 +1,4 @@
-"""The reads of each rank in a restore, for itself or for others (``planning.shared_reads``)."""
+"""The reads of each rank in a restore (``planning.shared_reads``)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from actorsnap.state.sources import ByteSink, HostMemory
 __all__ = ["RestoreReads"]
 
 _Common: TypeAlias = tuple[str, RankRanges]
-"""A top-level key, and the ranks likely to want the same ranges of it."""
+"""A top-level key, and the ranks likely to want the same ranges."""
 
 
 class RestoreReads:
@@ -45,7 +45,7 @@ class RestoreReads:
 
     Args:
         parts: By escaped top-level key.
-        team: The ranks that restore; None for a single rank.
+        team: None for a single rank.
     """
 
     def __init__(
@@ -67,12 +67,11 @@ class RestoreReads:
 
     @property
     def bytes_needed(self) -> int:
-        """Bytes to put into the app state."""
         wanted = sum(_size(want) for part in self._parts.values() for want in part.memory.reads)
         return wanted - sum(part.memory.surplus_bytes for part in self._parts.values())
 
     def interest(self, host: Host) -> ReadInterest:
-        """Returns this rank's message about the ranges that it could share."""
+        """Returns the ranges that this rank could share."""
         # The buffers must fit into the budget.
         piece_bytes = chunk_within(
             self._source.options.chunk_bytes, host.resources.budget.limit_bytes // NUM_BUFFERS
@@ -86,10 +85,10 @@ class RestoreReads:
     async def read(
         self, host: Host, plan: SharedReadPlan, arrive: Callable[[], Awaitable[object]], scope: str
     ) -> None:
-        """Reads everything: shared ranges turn by turn, then the others.
+        """Reads shared ranges turn by turn, then the others.
 
         Args:
-            arrive: Waits until all ranks have arrived at the next round.
+            arrive: Waits until all ranks arrive at the next round.
             scope: See ``transport.store.StoreSave``.
         """
         mark(self._parts.values())
@@ -132,10 +131,8 @@ class RestoreReads:
                 num_requests += len(sizes)
         return Weighed(self.bytes_needed, bytes_read, num_requests)
 
-    # Ranges that ranks may share
-
     def _find_shareable(self) -> dict[_Common, list[SharedRange]]:
-        """Returns ranges that other ranks are likely to want, each once, in a common order."""
+        """Returns ranges that other ranks likely want, in a common order."""
         found: dict[_Common, dict[tuple[str, int, int], tuple[Stored, list[ByteSink]]]] = {}
         for key, part in self._parts.items():
             for want in part.memory.reads:
@@ -150,7 +147,7 @@ class RestoreReads:
         }
 
     def _ranks_alike(self, want: Wanted) -> RankRanges:
-        """Returns the ranks likely to want the same range; empty if only this rank does."""
+        """Returns the ranks that likely want the same range; empty if only this one."""
         found = self._sets.get(want.holders)
         if found is None:
             # Some ranks of a mesh may not restore.
@@ -198,7 +195,7 @@ class RestoreReads:
         opened = source.opened(host, "read", self._index.attempt, observation.on_retry)
         async with opened as (storage, _, errands):
             fetcher = source.fetcher(host, storage, recorder=observation.recorder)
-            # One lease for all buffers: with two, the second might wait for ever.
+            # One lease for all: a second one might wait for ever.
             lease = await host.resources.budget.lease(NUM_BUFFERS * piece_bytes, Purpose.READING)
             members = turn.members
             broadcaster = Broadcaster(
@@ -229,7 +226,7 @@ class RestoreReads:
                 ).run()
                 is_done = True
             finally:
-                # An abandoned broadcast may still write to the memory.
+                # An abandoned broadcast may still write to it.
                 await errands.clean_up(end)
 
 

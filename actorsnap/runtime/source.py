@@ -1,4 +1,4 @@
-"""A snapshot that may exist: opened for an operation, with its index cached."""
+"""A snapshot that may exist: opens it and caches its index."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from actorsnap.storage.registry import (
 __all__ = ["MAX_SMALL_READS", "Source"]
 
 MAX_SMALL_READS = 16
-"""Maximum number of concurrent requests for rank manifests and other small objects."""
+"""Maximum number of concurrent requests for small objects."""
 
 
 @dataclass(slots=True)
 class _Cache:
-    """The index of a snapshot as last read; shared by copies of a ``Source``."""
+    """The index as last read; shared by copies of a ``Source``."""
 
     index: tuple[Commit, dict[int, RankManifest]] | None = None
     views: dict[int, Index] = field(default_factory=dict)
 
 
 class Source:
-    """A snapshot that may exist: its place, the options, and the cached index."""
+    """Place, options and cached index of a snapshot that may exist."""
 
     def __init__(self, location: Location, options: Options) -> None:
         self.location = location
@@ -58,7 +58,7 @@ class Source:
         self._deadline_s: float | None = None
 
     def for_one_call(self) -> Source:
-        """Returns a copy for one call, whose operations share one ``timeout_s``."""
+        """Returns a copy whose operations share one ``timeout_s``."""
         if self._is_one_call:
             return self
         source = copy(self)
@@ -66,7 +66,7 @@ class Source:
         return source
 
     def _begin(self) -> float:
-        """Returns the deadline of an operation that starts now."""
+        """Returns the deadline of a new operation."""
         deadline_s = self._deadline_s
         if deadline_s is None:
             deadline_s = anyio.current_time() + self.options.timeout_s
@@ -82,21 +82,21 @@ class Source:
         attempt: str | None = None,
         on_retry: OnRetry | None = None,
     ) -> AsyncIterator[tuple[Storage, SnapshotReader, AbandonableTasks]]:
-        """Opens the storage for one operation within ``timeout_s``; those of one call share it.
+        """Opens the storage for one operation within ``timeout_s``, which those of a call share.
 
-        Work that does not write to the caller's memory runs as an errand. Only errands can be
-        abandoned at the deadline or on cancellation when the storage hangs.
+        Work that does not write to the caller's memory runs as an errand: only errands can be
+        abandoned if the storage hangs.
 
         Args:
-            op: The operation, for messages.
-            attempt: The attempt to read, if the commit object was read before.
+            op: For messages.
+            attempt: To read, if the commit object was read before.
             on_retry: See ``StorageContext``.
 
         Raises:
             SnapshotReplaced: instead of ``ChecksumMismatch`` if the snapshot was replaced or
-                deleted in the meantime.
+                deleted meanwhile.
             NotASnapshot: instead of ``StorageError`` if the URL is a file.
-            StorageError: timed out; quotes the last error that was retried.
+            StorageError: timed out; quotes the last retried error.
         """
         host.resources.set_budget(self.options.memory_budget_bytes)
         async with _errands(host, f"{op} {self.location.display_url}", on_retry) as errands:
@@ -137,7 +137,7 @@ class Source:
             )
 
     async def _read_head(self, host: Host, run_blocking: RunBlocking) -> bytes | None:
-        """Returns the first bytes of the file or object with this exact URL; None if none."""
+        """Returns the first bytes of a file with this exact URL, if any."""
         parts = folder_and_name(self.location.url)
         if parts is None:
             return None
@@ -156,7 +156,7 @@ class Source:
 
     @contextmanager
     def naming(self) -> Iterator[None]:
-        """Adds the URL of the snapshot to format errors, which name an object or path."""
+        """Adds the snapshot's URL to format errors."""
         try:
             yield
         except Exception as error:
@@ -166,7 +166,7 @@ class Source:
             raise
 
     async def index(self, reader: SnapshotReader) -> tuple[Commit, dict[int, RankManifest]]:
-        """Reads the commit object; returns it with all rank manifests, which are cached."""
+        """Reads the commit object and all rank manifests, which are cached."""
         commit = await reader.commit()
         cache = self._cache
         if cache.index is None or cache.index[0] != commit:
@@ -182,7 +182,7 @@ class Source:
         return cache.index
 
     def view(self, manifests: dict[int, RankManifest], rank: int) -> Index:
-        """Returns the index as ``rank`` sees it; cached with the index."""
+        """Returns the index as ``rank`` sees it; cached."""
         views = self._cache.views
         found = views.get(rank)
         if found is None:
@@ -207,7 +207,7 @@ class Source:
 async def _errands(
     host: Host, label: str, on_retry: OnRetry | None
 ) -> AsyncIterator[AbandonableTasks]:
-    """Provides errands in a separate call, which ends when the last errand has returned."""
+    """Provides errands in a separate call, which ends with the last errand."""
     tasks = anyio.create_task_group()
     begun, over = anyio.Event(), anyio.Event()
 

@@ -1,4 +1,4 @@
-"""Conversion of a captured app state to its description for the uploader process, and back."""
+"""Describes a captured app state for the uploader process, and back."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from actorsnap.state.sources import HostMemory
 __all__ = ["Described", "describe_state", "rebuild_state"]
 
 _ELSEWHERE = HostMemory(0, 0, None)
-"""Source of a leaf whose bytes come through the arena."""
+"""Of leaves whose bytes come through the arena."""
 
 
 class Described(msgspec.Struct, frozen=True):
-    """The description of a state, without tensor bytes.
+    """A state without tensor bytes.
 
     Attributes:
-        digest: Digest of the structure, which identifies it.
-        values: The value entries as JSON.
+        digest: Identifies the structure.
+        values: Value entries as JSON.
     """
 
     digest: bytes
@@ -35,7 +35,7 @@ _value = msgspec.json.Decoder(ValueEntry)
 
 
 def describe_state(captured: Captured) -> Described:
-    """Describes a captured state. Blocks; for worker threads."""
+    """Blocks; for worker threads."""
     leaves = captured.leaves
     holders: dict[tuple[int, ...], list[int]] = {}
     for number, leaf in enumerate(leaves):
@@ -76,7 +76,7 @@ def describe_state(captured: Captured) -> Described:
 
 
 def rebuild_state(structure: Structure, values: list[bytes]) -> Captured:
-    """Returns the described state; its leaves have no bytes."""
+    """Returns the state; its leaves have no bytes."""
     size = len(structure.items) + len(structure.values)
     entries = _entries.decode(structure.entries)
     parts: list[Part | None] = [None] * (size + len(entries))

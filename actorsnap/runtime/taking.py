@@ -1,7 +1,7 @@
-"""The bodies of the calls that save, shared by async and sync callers.
+"""The bodies of the calls that save.
 
-Each is a ``Script``: it runs in the caller's thread, where ``state_dict`` belongs, and yields the
-steps for the runtime's loop. ``snapshot`` drives it with ``await``, ``sync`` by blocking.
+Each is a ``Script``: runs in the caller's thread, where ``state_dict`` belongs, and yields steps
+for the runtime's loop. ``snapshot`` drives it with ``await``, ``sync`` by blocking.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ logger = Log(__name__)
 _STAGES = ("eager", "lazy")
 
 _AUTO_BYTES = 64 << 20
-"""Minimum size of a state for the uploader process, in bytes: for smaller ones a thread costs the
-trainer less time (0011). With two trainers on two cores, processes saved no time and commits took
-ten times as long, because the uploaders only got idle CPU time (0012)."""
+"""Minimum size of a state for the uploader process: for smaller ones a thread costs the trainer
+less time (0011). With two trainers on two cores, processes saved no time and commits took ten times
+as long: the uploaders only got idle CPU time (0012).
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeCall:
-    """The arguments of ``Snapshot.take``, and the time of the call."""
+    """The arguments of ``Snapshot.take``."""
 
     path: str | os.PathLike[str]
     app_state: AppState
@@ -86,7 +87,7 @@ class TakeCall:
 
 
 def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
-    """Returns when the snapshot is stored; if async, when its state or eager part is staged."""
+    """Returns when the snapshot is stored; if async, when the state or its eager part is staged."""
     team = find_team(call.group, call.store)
     if team is None:
         save = yield from _prepare(call, is_async, ranks=(global_rank(),))
@@ -100,12 +101,12 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
         if save.fence is not None:
             Guard(Host.get(), save.fence, save.fence.lazy.must_wait)
         awaited = save.eager_staged if is_async else save.finished
-        # A failure is raised through the loop: an error raised by the future keeps the caller's
-        # frames and so the app state alive.
+        # Raised through the loop: an error raised by the future keeps the caller's frames and so
+        # the app state alive.
         if not awaited.done() or awaited.exception() is not None:
             yield lambda _: _await_or_cancel(save, awaited)
     except BaseException:
-        # Ctrl-C may have come while no step waited for the save.
+        # Ctrl-C may have come while no step waited.
         save.cancel("the caller was interrupted")
         concurrent.futures.wait([save.finished])
         raise
@@ -113,7 +114,7 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
 
 
 def warm_up(nbytes: int, options: Options | None) -> Script[None]:
-    """Prepares memory, code and the uploader process for asynchronous saves of ``nbytes``."""
+    """Prepares memory, code and the uploader process for async saves of ``nbytes``."""
     chosen = resolve_options(options)
     if type(nbytes) is not int or nbytes < 0:
         raise UsageError(f"nbytes must be an integer of at least 0, not {nbytes!r}")
@@ -125,7 +126,7 @@ def warm_up(nbytes: int, options: Options | None) -> Script[None]:
         is_wanted = chosen.offload == "process" or chosen.detach
         num_ranks = likely_ranks()
         if is_wanted or (chosen.offload == "auto" and _pays(nbytes, num_ranks)):
-            with suppress(OSError):  # the first save will report it
+            with suppress(OSError):  # the first save reports it
                 find_uploader(host).start()
         await host.run_blocking(find_opener, os.sep)
         chunk_bytes = chunk_within(chosen.chunk_bytes, host.resources.budget.limit_bytes)
@@ -158,7 +159,7 @@ def _prepare(
     metadata = check_metadata(call.metadata)
     host = Host.get()
     observation = observe("save", options)
-    # Refuses bad URLs before state_dict() runs; usually without a step on the loop.
+    # Refuses bad URLs before state_dict() runs; usually without a step.
     if is_ready(location.url):
         open_ready_location(host, location, fsync=options.fsync)
     else:
@@ -198,7 +199,7 @@ def _prepare(
 def _choose_uploader(
     host: Host, location: Location, options: Options, captured: Captured, num_ranks: int
 ) -> Uploader | None:
-    """Returns the uploader process if it should and can make the save."""
+    """None: it should not or cannot make the save."""
     is_auto = options.offload == "auto" and not options.detach
     nbytes = sum([leaf.item.nbytes for leaf in captured.leaves])
     if is_auto and not _pays(nbytes, num_ranks):
@@ -224,7 +225,7 @@ def _choose_uploader(
     if not uploader.is_usable:
         return None
     if is_auto and not uploader.is_ready:
-        # This save does not wait for the process; the next one may use it.
+        # For the next save; this one does not wait.
         host.call_soon(uploader.start)
         return None
     return uploader
@@ -236,14 +237,14 @@ def _pays(nbytes: int, num_ranks: int) -> bool:
 
 
 def _check_sendable(storage_options: dict[str, Any]) -> None:
-    """Raises if the options, which may hold anything, would not arrive unchanged."""
+    """Raises if the options would not arrive unchanged."""
     data = msgspec.msgpack.encode(storage_options)
     if not _is_same(msgspec.msgpack.decode(data, type=dict[str, Any]), storage_options):
         raise ValueError("storage_options would arrive changed: use lists, str and numbers")
 
 
 def _is_same(there: Any, here: Any) -> bool:
-    """Returns whether both are equal and of the same types: an enum differs from its value."""
+    """Equal and of the same types: an enum differs from its value."""
     if type(there) is not type(here) or there != here:
         return False
     if isinstance(there, dict):
@@ -252,7 +253,7 @@ def _is_same(there: Any, here: Any) -> bool:
 
 
 def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Save]:
-    """As ``_prepare``, but an error here becomes a save that fails on all ranks."""
+    """Like ``_prepare``, but an error becomes a save that fails on all ranks."""
     options = call.options if isinstance(call.options, Options) else Options()
     membership = team.join(_label_of(call, is_async), options)
     try:
@@ -269,11 +270,11 @@ def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Save]
 
 
 def _label_of(call: TakeCall, is_async: bool) -> Label | None:
-    """Returns the label of the call; None for bad input, which ``_prepare`` refuses."""
+    """None for bad input, which ``_prepare`` refuses."""
     kind = CallKind.ASYNC_TAKE if is_async else CallKind.TAKE
     try:
         return Label(kind, make_location(call.path, None).canonical, check_step(call.step))
-    except Exception:  # __fspath__ of the path may raise anything
+    except Exception:  # __fspath__ may raise anything
         return None
 
 
@@ -299,7 +300,7 @@ def _failing(
 
 
 async def _await_or_cancel(save: Save, future: concurrent.futures.Future[T]) -> T:
-    """Waits for a step of a save. Cancellation: cancels the save and waits for its end."""
+    """Cancellation: cancels the save and waits for its end."""
     try:
         await wait_done(future)
     except BaseException:
@@ -326,7 +327,7 @@ def guard(save: Save, optimizers: Sequence[Any]) -> Guard:
 
 
 def await_pending(save: Save, future: concurrent.futures.Future[T]) -> Script[T]:
-    """Waits for a step of a save. Cancellation: the save continues."""
+    """Cancellation: the save continues."""
     save.check_process()
 
     async def step() -> T:

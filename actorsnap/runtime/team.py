@@ -1,4 +1,4 @@
-"""This process' place in a group of ranks, kept from save to save."""
+"""This process' place in a group of ranks, kept for later saves."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ _ANSWER = timedelta(seconds=30)
 
 
 class TeamMemory:
-    """A rank of a group, and its memory of the last save. On the loop only.
+    """A rank, and its memory of the last save. On the loop only.
 
     Attributes:
         memory: The coordinator's.
-        remembered: The rank's plan, with its digest.
+        remembered: The rank's plan and its digest.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -52,13 +52,13 @@ class Team(TeamMemory):
     """One process in a group of ranks that save together.
 
     Args:
-        before: The team whose store is gone and that this one replaces.
+        before: The team to replace, whose store is gone.
 
     Attributes:
         ranks: Global ranks, in group order.
-        store: A weak reference: the store may host the server, and its end belongs to the job.
-        address: Of the store, for another process of this rank.
-        number: Identifies this object in this process.
+        store: Weak: the store may host the server, and its end belongs to the job.
+        address: The store's, for another process.
+        number: Unique in this process.
     """
 
     def __init__(self, group: Group, *, before: Team | None = None) -> None:
@@ -82,32 +82,31 @@ class Team(TeamMemory):
             down=FromCoordinator,
             call_soon=self._host.call_soon,
             first_number=0 if before is None else before.port.next_number,
-            # A store that is gone has most likely not come back, and no rank is starting.
+            # The store has hardly come back, and no rank is starting.
             timing=None if before is None else PortTiming(connect_s=_AGAIN_S),
         )
 
     @property
     def is_stale(self) -> bool:
-        """Whether the store is gone or the runtime was restarted."""
+        """The store is gone or the runtime was restarted."""
         if self._pid != os.getpid():
-            return False  # the mailbox is the parent's, and ``begin`` raises for it
+            return False  # ``begin`` raises
         return self.port.is_broken or self._host is not Host.get()
 
     @functools.cached_property
     def hosts_store(self) -> bool:
-        """Whether the store's server runs in this process."""
         return self.address is not None and listens_at(self.address.port)
 
     def close(self) -> None:
-        """Closes the mailbox and removes the team from the uploader process. Does not wait."""
+        """Closes the mailbox and leaves the uploader process. Does not wait."""
         self.port.close(0.0)
         uploader = self._host.resources.uploader
         if uploader is not None and self._pid == os.getpid():
-            with contextlib.suppress(RuntimeError):  # runtime and uploader process have ended
+            with contextlib.suppress(RuntimeError):  # both have ended
                 self._host.call_soon(lambda: uploader.send(LeaveTeam(self.number)))
 
     def connection(self) -> Any:
-        """Returns the connection for calls that do not wait for other ranks. Thread-safe; blocks.
+        """Returns a connection for calls that do not wait for ranks. Thread-safe; blocks.
 
         Raises:
             RuntimeError: The store is gone or does not answer.
@@ -123,28 +122,28 @@ class Team(TeamMemory):
             return self._connection
 
     def begin(self, label: Label | None, options: Options) -> TeamCall:
-        """Takes the number of the next call of all ranks, and reports its label. Close the result.
+        """Takes the number of the next call, and reports its label. Close the result.
 
-        Runs in the caller's thread, where calls have the same order on all ranks. A rank that has
-        taken a number must send a message for it, even if only that the call has failed.
+        Runs in the caller's thread, where calls have the same order on all ranks. A rank with a
+        number must send a message for it, even if only that the call failed.
 
         Args:
-            label: None for bad input: the call must then fail.
+            label: None for bad input: the call must fail.
 
         Raises:
-            UsageError: In a process forked from the owner of the group.
+            UsageError: In a fork of the owner's process.
         """
         call = TeamCall(self, label, options)
         self._host.submit(call.start())
         return call
 
     def join(self, label: Label | None, options: Options) -> Membership:
-        """Takes part in a save. See ``begin``."""
+        """See ``begin``."""
         return Membership(self, self.begin(label, options))
 
     @property
     def can_be_continued(self) -> bool:
-        """Whether another process of this rank can open its mailbox after this one has ended."""
+        """Another process of this rank could open its mailbox later."""
         if self.address is None and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -154,7 +153,7 @@ class Team(TeamMemory):
         return self.address is not None and not self.hosts_store
 
     async def take_over(self, number: int, call: TeamCall) -> TakeOver:
-        """Returns the data for another process to continue this rank's part of ``call``.
+        """Returns the data to continue this rank's part of ``call`` elsewhere.
 
         Only after a message from rank 0.
 
@@ -180,7 +179,7 @@ class Team(TeamMemory):
 class TeamCall:
     """This process' part in a call; ``coordinator`` on rank 0 only.
 
-    If another call with this number has ended without this rank, continues with the next number.
+    If a call with this number ended without this rank, takes the next number.
     """
 
     def __init__(self, team: Team, label: Label | None, options: Options) -> None:
@@ -224,13 +223,13 @@ class TeamCall:
             self.coordinator.begin()
 
     def close(self) -> None:
-        """Ends the call on this rank. Thread-safe and idempotent."""
+        """Thread-safe and idempotent."""
         self._is_closed = True
         self._save.close()
 
     def _renew(self) -> bool:
-        """Continues with the next number, unless it has begun already."""
-        # Without a label this rank cannot know that the call that ended is another one.
+        """Takes the next number, unless it has begun."""
+        # Without a label, the call that ended may be this one.
         following = self._port.begin_after(self._save) if self._has_label else None
         if following is None:
             return False
@@ -242,7 +241,7 @@ class TeamCall:
         return True
 
     async def _renew_all(self, aborted: Aborted) -> bool:
-        """``_renew`` on rank 0, at most once; sends ``aborted`` to the ranks of the old number."""
+        """``_renew`` on rank 0, once; sends ``aborted`` to ranks of the old number."""
         if self.number != self._first_number or not self._renew():
             return False
         for rank in range(1, self._port.world_size):
@@ -272,11 +271,11 @@ def open_port(
 
 
 class Membership:
-    """A rank's part in one save of its team.
+    """A rank's part in one save.
 
     Attributes:
         call: ``RelayedEnds`` if another process owns the mailbox.
-        memory: A copy of the team's, for this save only.
+        memory: A copy for this save.
     """
 
     def __init__(self, team: TeamMemory, call: TeamCall | RelayedEnds) -> None:
@@ -291,7 +290,7 @@ _lock = threading.Lock()
 
 
 def find_team(group: Any, store: Any) -> Team | None:
-    """Returns the team of a call; None for a single rank. Calls share it while its store lives.
+    """Returns the team, shared while its store lives; None for a single rank.
 
     Raises:
         UsageError: See ``state.process_group.find_group``.
@@ -307,7 +306,7 @@ def find_team(group: Any, store: Any) -> Team | None:
         if team is None:
             team = _teams[key] = Team(found)
         elif team.is_stale:
-            # Other ranks may continue its numbers.
+            # Others may continue its numbers.
             team.close()
             team = _teams[key] = Team(found, before=team)
         return team

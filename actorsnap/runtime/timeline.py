@@ -1,7 +1,4 @@
-"""Summaries of a trace: the time spent in a call, as numbers and as an HTML page.
-
-The page is self-contained: it includes the events, a style sheet and the script that draws them.
-"""
+"""Summaries of a trace: numbers, and a self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -26,9 +23,8 @@ class StageTotals:
 
     Attributes:
         nbytes: Bytes processed.
-        spent_s: Sum over all actors, in seconds; exceeds ``busy_s`` if several worked at once.
-        busy_s: Seconds in which at least one actor was in this stage.
-        is_wait: Whether this is a wait.
+        spent_s: Sum over all actors; exceeds ``busy_s`` if several worked at once.
+        busy_s: Time with at least one actor in this stage.
     """
 
     kind: str
@@ -39,13 +35,13 @@ class StageTotals:
 
     @property
     def bytes_per_s(self) -> float:
-        """Bytes per second of ``busy_s``; 0 if no bytes are counted."""
+        """Per second of ``busy_s``; 0 if no bytes are counted."""
         return self.nbytes / self.busy_s if self.busy_s else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Longest:
-    """A long wait of one actor. ``at_s`` is the time since the start of the call, in seconds."""
+    """A long wait of one actor; ``at_s``: since the start of the call."""
 
     actor: str
     kind: str
@@ -59,8 +55,8 @@ class Summary:
 
     Attributes:
         stages: Work in order of its start, then waits by time spent.
-        moving_s: Seconds in which at least one actor processed bytes.
-        overlapping_s: Seconds in which actors processed bytes in different stages at once.
+        moving_s: Time with at least one actor processing bytes.
+        overlapping_s: Time with several stages processing bytes.
         longest: The longest waits.
     """
 
@@ -72,14 +68,13 @@ class Summary:
 
 
 def summaries(trace: TraceFile) -> list[Summary]:
-    """Returns a summary per call in the file."""
-    # Calls may be missing from an edited file.
+    # They may be missing from an edited file.
     calls = chain(_events_by_call(trace), repeat([]))
     return [_summary(events, about) for about, events in zip(trace.abouts, calls, strict=False)]
 
 
 def _events_by_call(trace: TraceFile) -> list[list[TraceEvent]]:
-    """Returns the events of each of ``abouts``. Order decides: calls of a rank may overlap."""
+    """In the order of ``abouts``: calls of a rank may overlap."""
     calls: list[list[TraceEvent]] = []
     for event in trace.trace_events:
         if event.ph == "M" and event.name == "process_name":
@@ -144,7 +139,7 @@ def _is_wait(kind: str) -> bool:
 
 
 def _union(events: Iterable[TraceEvent]) -> list[tuple[int, int]]:
-    """Returns the times in which at least one of the events lasts, in order."""
+    """Returns when at least one event lasts, in order."""
     found: list[tuple[int, int]] = []
     for begin, end in sorted(((e.ts or 0), (e.ts or 0) + (e.dur or 0)) for e in events):
         if found and begin <= found[-1][1]:
@@ -155,7 +150,7 @@ def _union(events: Iterable[TraceEvent]) -> list[tuple[int, int]]:
 
 
 def _covered_us(intervals: Iterable[tuple[int, int]], depth: int) -> int:
-    """Returns the time in which at least ``depth`` of the intervals overlap."""
+    """Returns how long at least ``depth`` intervals overlap."""
     steps = sorted(step for begin, end in intervals for step in ((begin, 1), (end, -1)))
     total, now, since = 0, 0, 0
     for at, change in steps:
@@ -169,12 +164,12 @@ def page(trace: TraceFile, tables: Iterable[tuple[str, Sequence[Sequence[str]]]]
     """Returns an HTML page of the trace.
 
     Args:
-        tables: Tables above the trace: a title and rows, with the header row first.
+        tables: Above the trace: title and rows, the header first.
     """
     template = files("actorsnap.runtime").joinpath("timeline.html").read_text("utf-8")
-    # "</script" would end the script, even inside a string.
+    # "</script" would end the script, even in a string.
     events = msgspec.json.encode(trace.trace_events).decode().replace("<", "\\u003c")
-    # Tables are inserted last: the escaped events cannot contain the placeholder.
+    # Last: the escaped events cannot contain the placeholder.
     filled = template.replace("/*events*/[]", events)
     return filled.replace("<!--tables-->", "".join(_table(*table) for table in tables))
 

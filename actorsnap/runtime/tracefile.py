@@ -1,10 +1,8 @@
-"""A recording on disk, as JSON in Chrome's trace event format.
+"""A recording on disk, as JSON in Chrome's trace event format ("Trace Event Format", Google), for
+``chrome://tracing``, https://ui.perfetto.dev and ``actorsnap trace``.
 
-``chrome://tracing``, https://ui.perfetto.dev and ``actorsnap trace`` open it. A process of the
-format is a rank, a thread is a row. Times are microseconds since the epoch, so files of several
-ranks can be merged into one list of events.
-
-Reference: "Trace TraceEvent Format", Google.
+A process of the format is a rank, a thread is a row. Times are microseconds since the epoch: files
+of several ranks can be merged.
 """
 
 from __future__ import annotations
@@ -26,11 +24,11 @@ __all__ = ["About", "ActorTotals", "TraceEvent", "TraceFile", "merge", "read", "
 _VERSION = 1
 
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""An integer in a trace file, limited to 64 bits."""
+"""At most 64 bits."""
 
 
 class ActorTotals(msgspec.Struct, frozen=True, kw_only=True):
-    """Totals of one kind of work or wait of one actor."""
+    """One kind of work or wait of one actor."""
 
     actor: str
     kind: str
@@ -40,16 +38,16 @@ class ActorTotals(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class About(msgspec.Struct, frozen=True, kw_only=True):
-    """The call that a trace belongs to.
+    """The call of a trace.
 
     Attributes:
         op: ``save`` or ``restore``.
         outcome: Save: ``committed`` or ``aborted``. Restore: ``restored``, ``failed`` or
             ``cancelled``.
-        error: Class and text of the error raised.
-        begin_us, end_us: Microseconds since the epoch.
-        retries: Number of repeated storage requests.
-        dropped: Number of spans beyond the limit, which are counted in ``actors`` only.
+        error: Class and text.
+        begin_us, end_us: Since the epoch.
+        retries: Repeated storage requests.
+        dropped: Spans beyond the limit, counted in ``actors`` only.
         actors: In row order.
     """
 
@@ -73,7 +71,7 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An event of the format: a span (``X``), mark (``i``), sample (``C``) or name (``M``)."""
+    """A span (``X``), mark (``i``), sample (``C``) or name (``M``)."""
 
     ph: str
     name: str
@@ -87,7 +85,7 @@ class TraceEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class TraceFile(msgspec.Struct, frozen=True, kw_only=True, rename="camel"):
-    """A trace file: events and the calls that they belong to. Merged files have several calls."""
+    """Events and their calls: several in merged files."""
 
     trace_events: list[TraceEvent]
     display_time_unit: str = "ms"
@@ -102,7 +100,7 @@ def trace_of(recorder: Recorder, about: About, *, epoch_ns: int) -> TraceFile:
     """Returns the trace of one call.
 
     Args:
-        epoch_ns: Offset from the recorder's clock to the epoch, in nanoseconds.
+        epoch_ns: Offset of the recorder's clock to the epoch.
     """
     about = msgspec.structs.replace(
         about,
@@ -139,7 +137,7 @@ def _names(recorder: Recorder, about: About) -> Iterator[TraceEvent]:
 def _events(recorder: Recorder, pid: int, epoch_ns: int) -> Iterator[TraceEvent]:
     for number, row in enumerate(recorder.rows, 1):
         for span in tuple(row.spans):
-            # Both ends are rounded down, so that adjacent spans of a row never overlap.
+            # Both ends are rounded down: adjacent spans never overlap.
             ts = (span.begin_ns + epoch_ns) // 1000
             dur = (span.end_ns + epoch_ns) // 1000 - ts
             args: dict[str, Any] = {}
@@ -164,14 +162,14 @@ def write(path: str, trace: TraceFile) -> None:
     """Writes a trace atomically; creates its folder. Blocks.
 
     Raises:
-        OSError: writing failed, or ``path`` is not a regular file.
+        OSError: writing failed, or ``path`` is no regular file.
     """
     folder = os.path.dirname(path) or "."
     os.makedirs(folder, exist_ok=True)
     if os.path.exists(path) and not os.path.isfile(path):
-        # As root this would replace a device such as /dev/null for the whole system.
+        # Root would replace a device such as /dev/null.
         raise OSError(errno.EEXIST, "no regular file", path)
-    # A unique name: concurrent calls may write to the same path.
+    # Unique: concurrent calls may write to the same path.
     unfinished = os.path.join(folder, f".actorsnap-{secrets.token_hex(8)}.tmp")
     try:
         with open(unfinished, "wb") as file:
@@ -187,7 +185,7 @@ def read(path: str) -> TraceFile:
     """Reads a file of ``write``. Blocks.
 
     Raises:
-        UsageError: the file is missing or is not a trace of actorsnap.
+        UsageError: the file is missing or no trace of actorsnap.
     """
     try:
         with open(path, "rb") as file:
@@ -202,7 +200,7 @@ def read(path: str) -> TraceFile:
 
 
 def merge(traces: Sequence[TraceFile]) -> TraceFile:
-    """Returns one trace with the events of all. Each call has separate rows, also on one rank."""
+    """Merges traces. Each call has its own rows, even on one rank."""
     events: list[TraceEvent] = []
     num_rows: dict[int, int] = {}
     for trace in traces:

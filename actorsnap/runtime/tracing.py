@@ -1,12 +1,10 @@
-"""The observation of a call: its recorder, and the export of the recording at its end.
+"""Observes a call: records it and exports the recording at its end, to a file (``Options.trace``)
+and OpenTelemetry (``Options.otel``), or from the uploader process to the trainer. Errors of a sink
+are logged and never fail the call.
 
-Sinks are a file (``Options.trace``) and OpenTelemetry (``Options.otel``); in the uploader process,
-the trainer. Errors of a sink are logged and never fail the call.
-
-OpenTelemetry gets a span for the call, as a child of the caller's span; in it a span per kind of
-work, from first to last byte, and an event per mark. Chunks have no spans; trace files do. Only its
-API is used, which the application configures. It is imported if a call asks for it or the
-application has imported it.
+OpenTelemetry gets a span for the call, in the caller's span; in it a span per kind of work, from
+first to last byte, and an event per mark. Only its API is used, imported if a call asks for it or
+the application has imported it.
 """
 
 from __future__ import annotations
@@ -42,11 +40,12 @@ __all__ = ["Observation", "Sink", "error_text", "observe"]
 logger = Log(__name__)
 
 Sink: TypeAlias = Callable[[Recorder, About, int], None]
-"""Exports a recording, given the call and the offset of the recorder's clock to the epoch in
-nanoseconds. Called on a worker thread."""
+"""Exports a recording, given the call and the recorder's offset to the epoch in nanoseconds. On a
+worker thread.
+"""
 
 _PATIENCE_S = 5.0
-"""Time to wait for a sink that hangs, in seconds."""
+"""Longest wait for a sink."""
 
 _NAME = "actorsnap"
 _APIS = ("opentelemetry.trace", "opentelemetry.metrics")
@@ -56,7 +55,7 @@ def observe(op: str, options: Options) -> Observation:
     """Begins to observe a call if the options ask for it. In the caller's thread.
 
     Raises:
-        UsageError: ``Options.otel`` is ``"on"``, and OpenTelemetry is not installed.
+        UsageError: ``Options.otel`` is ``"on"`` without OpenTelemetry.
     """
     sinks: list[Sink] = []
     if options.trace is not None:
@@ -65,7 +64,7 @@ def observe(op: str, options: Options) -> Observation:
         telemetry = _find_telemetry(op, options.otel)
     except UsageError:
         raise
-    except Exception:  # any error of a provider's import
+    except Exception:  # of any provider
         logger.warning("OpenTelemetry is not used for this %s", op, exc_info=True)
         telemetry = None
     if telemetry is not None:
@@ -78,13 +77,12 @@ class Observation:
 
     Args:
         op: ``save`` or ``restore``.
-        sinks: Targets of the recording. Without any, nothing is recorded.
+        sinks: Without any, nothing is recorded.
 
     Attributes:
-        is_watched: Whether anything is recorded.
         recorder: For the call's actors.
         caller: The row of the caller's thread.
-        attempt: The attempt written or read, once known.
+        attempt: Written or read, once known.
     """
 
     def __init__(self, op: str, sinks: Sequence[Sink] = ()) -> None:
@@ -109,7 +107,7 @@ class Observation:
         )
 
     def adopt(self, record: Record, num_retries: int) -> None:
-        """Adds the recording of another process."""
+        """Adds another process' recording."""
         self.recorder.adopt(record)
         self._num_retries += num_retries
 
@@ -123,8 +121,8 @@ class Observation:
         outcome: str,
         error: str = "",
     ) -> None:
-        """Exports the recording before the outcome is reported, so that the file exists by then.
-        Never raises. Waits only for a limited time for a disk or exporter that hangs.
+        """Exports the recording; the outcome is reported afterwards. Never raises. Waits for a
+        limited time if a disk or exporter hangs.
 
         Args:
             url, rank, world_size, outcome, error: See ``About``.
@@ -152,19 +150,19 @@ class Observation:
         for sink in self._sinks:
             try:
                 sink(self.recorder, about, self._epoch_ns)
-            except (Exception, SystemExit):  # any error of an exporter
+            except (Exception, SystemExit):  # of any exporter
                 logger.warning("%s: what was recorded of it is lost", about.url, exc_info=True)
-        # The recording may be referenced for long by handles of the call and its storage.
+        # Handles of the call and its storage may reference it for long.
         self.recorder.clear()
 
 
 def error_text(error: BaseException) -> str:
-    """Returns the text of an error for ``About``. The error itself would keep the app state."""
+    """Returns the text for ``About``: the error would keep the app state."""
     return describe(error)
 
 
 def _working_folder() -> str:
-    with suppress(OSError):  # the folder may be deleted
+    with suppress(OSError):  # it may be deleted
         return os.getcwd()
     return ""
 
@@ -172,7 +170,7 @@ def _working_folder() -> str:
 def _write_trace(
     folder: str, template: str, recorder: Recorder, about: About, epoch_ns: int
 ) -> None:
-    """Writes a trace file; ``folder`` is the working folder at the time of the call."""
+    """``folder`` was the working folder at the call."""
     trace = tracefile.trace_of(recorder, about, epoch_ns=epoch_ns)
     tracefile.write(os.path.join(folder, _path(template, about)), trace)
 
@@ -187,11 +185,10 @@ def _path(template: str, about: About) -> str:
 
 
 def _find_telemetry(op: str, mode: str) -> _Telemetry | None:
-    """Returns the telemetry of a call; None if ``mode``, ``Options.otel``, or the lack of a
-    provider turns it off.
+    """Returns None if ``mode``, ``Options.otel``, or a missing provider turns it off.
 
     Raises:
-        UsageError: ``mode`` is ``"on"``, and OpenTelemetry is not installed.
+        UsageError: ``mode`` is ``"on"`` without OpenTelemetry.
     """
     if mode == "off":
         return None
@@ -208,19 +205,19 @@ def _find_telemetry(op: str, mode: str) -> _Telemetry | None:
 
 
 def _is_configured() -> bool:
-    """Returns whether the application has imported the API and set a provider."""
+    """The application has imported the API and set a provider."""
     trace, metrics = map(sys.modules.get, _APIS)
     providers = []
     if trace is not None:
         providers.append(trace.get_tracer_provider())
     if metrics is not None:
         providers.append(metrics.get_meter_provider())
-    # The API's own providers are placeholders.
+    # The API's own are placeholders.
     return any(not type(provider).__module__.startswith(_APIS) for provider in providers)
 
 
 class _Telemetry:
-    """The telemetry of one call. Created in the caller's thread, whose span is the parent."""
+    """The telemetry of one call, made in the caller's thread: its span is the parent."""
 
     def __init__(self, op: str) -> None:
         from opentelemetry import context
@@ -229,7 +226,7 @@ class _Telemetry:
         self._parent = context.get_current()
 
     def export(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
-        """Exports spans and metrics. Thread-safe."""
+        """Thread-safe."""
         self._export_spans(recorder, about, epoch_ns)
         self._export_metrics(recorder, about)
 
@@ -288,12 +285,12 @@ class _Telemetry:
 
 
 def _attributes(about: About) -> dict[str, Any]:
-    """Returns the attributes with few values, by which metrics can be grouped."""
+    """Returns attributes with few values, to group metrics."""
     return {f"{_NAME}.op": about.op, f"{_NAME}.outcome": about.outcome}
 
 
 def _by_kind(recorder: Recorder, *, has_waits: bool = False) -> dict[str, Totals]:
-    """Returns the totals over all rows."""
+    """Sums over all rows."""
     found: dict[str, Totals] = {}
     for row in recorder.rows:
         for kind, totals in tuple(row.totals.items()):

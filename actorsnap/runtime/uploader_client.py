@@ -1,8 +1,8 @@
-"""The trainer's end of its uploader process: starts it, watches it, and hands saves to it.
+"""The trainer's end of its uploader process: starts and watches it, and hands saves to it.
 
-``protocol.supervisor`` decides; this module performs. The process is executed, not forked. It does
-not import the user's ``__main__``, and torch only for detached saves of several ranks. It ends when
-the trainer's end of the link closes.
+``protocol.supervisor`` decides. The process is executed, not forked, does not import the user's
+``__main__``, and imports torch only for detached saves of several ranks. It ends when the trainer's
+end of the link closes.
 """
 
 from __future__ import annotations
@@ -67,30 +67,30 @@ _BOOT = (
 
 _LOOK_S = 1.0
 _SILENT_S = 30.0
-"""Silence after which the process is killed, in seconds. It sends frames every few seconds."""
+"""Silence until the process is killed. It sends frames every few seconds."""
 
 _START_S = 120.0
-"""The same limit during start, in seconds: modules may come from a slow network."""
+"""The same during start: modules may come from a slow network."""
 
 _LEAVE_S = 10.0
-"""Time for the process to end before it is killed, in seconds: it may be collecting garbage."""
+"""Time to end until it is killed: it may be collecting garbage."""
 
 _STDERR = 2
 _FIRST_DESCRIPTOR = 3
 
 _MAX_KNOWN = 4
-"""Number of structures that the process remembers."""
+"""Structures that the process remembers."""
 
 
 _PackKey: TypeAlias = tuple[bytes, int, PackingRules, RankPlan]
 
 
 class HandedSave(Protocol):
-    """A save handed to the process. Methods are called on the runtime's loop."""
+    """A save handed to the process. Called on the runtime's loop."""
 
     @property
     def is_detached(self) -> bool:
-        """Whether the process continues the save when this process ends."""
+        """The process continues the save without this one."""
         ...
 
     def begin(self, previous_attempt: str) -> None:
@@ -102,15 +102,15 @@ class HandedSave(Protocol):
     def abort(self, failure: Failure) -> None: ...
 
     def let_go(self) -> None:
-        """Releases the memory of stored chunks; the save can then not be repeated."""
+        """Releases stored chunks; the save can then not be repeated."""
         ...
 
     def make_here(self) -> None:
-        """Makes the save in this process, as no other can be started. Nothing has been staged."""
+        """Makes the save in this process: no other can be started. Nothing is staged."""
         ...
 
     def close_mailbox(self) -> None:
-        """Hands the rank's mailbox over to the process. Blocks for a moment."""
+        """Hands the mailbox over to the process. Blocks for a moment."""
         ...
 
 
@@ -118,7 +118,7 @@ class Uploader:
     """The uploader process and its replacements. On the runtime's loop only.
 
     Attributes:
-        incarnation: Number of processes started so far.
+        incarnation: Number of processes started.
     """
 
     def __init__(self, host: Host) -> None:
@@ -132,11 +132,11 @@ class Uploader:
         self.incarnation = 0
         self._link: Link[FromProcess, ToProcess] | None = None
         self._heard_s = 0.0
-        # Values sent with the structures that the process knows; the latest last.
+        # Values sent with the structures that the process knows, the latest last.
         self._known: dict[bytes, list[tuple[int, bytes]]] = {}
         self._environment: dict[bytes, bytes] = {}
         self._log_level = logging.NOTSET
-        # The last plan: the next save is usually the same.
+        # The next save usually has the same plan.
         self._packed: tuple[_PackKey, tuple[ObjectPlan, ...]] | None = None
 
     @property
@@ -149,7 +149,7 @@ class Uploader:
 
     @property
     def is_usable(self) -> bool:
-        """Whether no attempt to start a process has failed for good."""
+        """No start has failed for good."""
         return self._machine.state is not SupervisorState.UNUSABLE
 
     def new_number(self) -> int:
@@ -193,17 +193,17 @@ class Uploader:
         self.send(Configure(duty=duty))
 
     def make_room(self) -> None:
-        """Releases memory kept in case the process dies: a save waits for memory."""
+        """Releases memory kept in case the process dies."""
         for save in self._saves.values():
             save.let_go()
 
     def send(self, frame: ToProcess) -> None:
-        """Sends a frame; drops it if there is no process."""
+        """Dropped if there is no process."""
         if self._link is not None:
             self._link.send(frame)
 
     def send_begin(self, frame: BeginSave) -> None:
-        """Begins a save, without the structure and values that the process knows."""
+        """Begins a save, without structure and values that the process knows."""
         self._send_environment()
         known = self._known.pop(frame.digest, None)
         if known is None:
@@ -249,13 +249,13 @@ class Uploader:
         try:
             self._heard_s = time.monotonic()
             self.incarnation += 1
-            # Cleared here, not at the previous end: frames sent in between were dropped.
+            # Not at the previous end: frames sent since then were dropped.
             self._known.clear()
             self._environment, self._log_level = dict(os.environb), _log_level()
             process, connection = await self._host.run_blocking(
                 _start, self._arena, self._environment, self._log_level
             )
-        except Exception as error:  # an unusual environment must not fail a save
+        except Exception as error:  # must not fail a save
             logger.warning("the uploader process cannot be started: %s", error)
             reason = f"the uploader process cannot be started: {error}"
             self._perform(self._machine.note_process_ended(reason))
@@ -266,7 +266,7 @@ class Uploader:
             await self._serve(self._link)
             is_stopped = False
         except Exception as error:
-            # A bug in this program; saves must not wait for ever because of it.
+            # A bug here; saves must not wait for ever.
             is_stopped = False
             logger.error("the uploader process is given up", exc_info=first_error(error))
         finally:
@@ -275,11 +275,11 @@ class Uploader:
             if is_stopped:
                 for save in detached:
                     save.close_mailbox()
-            # A plain close is not enough: a forked child may have inherited the socket.
+            # A forked child may have inherited the socket.
             link.shut()
             link.close()
             if is_stopped and detached:
-                process.returncode = 0  # avoids the warning of Popen about a running child
+                process.returncode = 0  # against Popen's warning about a running child
             else:
                 with anyio.CancelScope(shield=True):
                     reason = await self._host.run_blocking(_end, process)
@@ -327,7 +327,7 @@ class Uploader:
     def _deliver(self, frame: FromSave) -> None:
         save = self._saves.get(frame.number)
         if save is None:
-            return  # it was ended here
+            return  # ended here
         if isinstance(frame, Begun | StagingWanted):
             self._machine.note_begun(frame.number, frame.attempt)
         elif isinstance(frame, Finished):
@@ -351,7 +351,7 @@ def _start(
     ours, theirs = socket.socketpair()
     with theirs, _passed(theirs.fileno(), arena) as passed:
         try:
-            # Imports also ignore entries that are not strings.
+            # Imports ignore other entries, too.
             path = [os.path.abspath(entry) for entry in sys.path if isinstance(entry, str)]
             process = subprocess.Popen(
                 [
@@ -364,8 +364,8 @@ def _start(
                 stdout=subprocess.DEVNULL,
                 stderr=None if _has_stderr() else subprocess.DEVNULL,
                 pass_fds=passed,
-                # A separate process group gets no Ctrl-C. Not a separate session: Linux divides CPU
-                # time between sessions first (autogroup) and ignores priorities between them.
+                # No Ctrl-C. Not a separate session: Linux divides CPU time between sessions first
+                # (autogroup), whatever their priorities.
                 process_group=0,
             )
         except BaseException:
@@ -376,8 +376,9 @@ def _start(
 
 @contextlib.contextmanager
 def _passed(*descriptors: int) -> Iterator[list[int]]:
-    """Duplicates descriptors above the standard streams. In a trainer that has closed its own
-    streams, new descriptors get those numbers."""
+    """Duplicates descriptors above the standard streams, whose numbers a trainer that has closed
+    them gives to new descriptors.
+    """
     with contextlib.ExitStack() as copies:
         passed: list[int] = []
         for descriptor in descriptors:
@@ -387,7 +388,7 @@ def _passed(*descriptors: int) -> Iterator[list[int]]:
 
 
 def _has_stderr() -> bool:
-    """Returns whether a process would inherit stderr: it does not if Python has opened it."""
+    """Not inherited if Python has opened it."""
     try:
         return os.get_inheritable(_STDERR)
     except OSError:
@@ -395,7 +396,7 @@ def _has_stderr() -> bool:
 
 
 def _end(process: subprocess.Popen[bytes]) -> str:
-    """Waits for the end of a process, then kills it; returns how it ended."""
+    """Waits for a process, then kills it; returns how it ended."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(_LEAVE_S)
     if process.poll() is None:
@@ -411,10 +412,10 @@ _lock = threading.Lock()
 
 
 def find_uploader(host: Host) -> Uploader:
-    """Returns the uploader of the runtime, always the same one. Starts nothing.
+    """Returns the runtime's only uploader. Starts nothing.
 
     Raises:
-        OSError: no shared memory is available.
+        OSError: no shared memory.
     """
     with _lock:
         if host.resources.uploader is None:

@@ -1,10 +1,8 @@
 """The main program of the uploader process.
 
-It serves the trainer over the link, with a ``ServedSave`` per save. Its process group gets no
-Ctrl-C of the terminal, and its workers have a lower priority than the trainer. After the trainer's
-end it finishes detached, staged saves and aborts the others.
-
-It imports torch only if a detached save of several ranks needs the job's store.
+Serves the trainer over the link, with a ``ServedSave`` per save. Its process group gets no Ctrl-C;
+its workers have a lower priority. After the trainer's end it finishes detached, staged saves and
+aborts the others. Imports torch only for detached saves of several ranks.
 """
 
 from __future__ import annotations
@@ -49,44 +47,44 @@ from actorsnap.transport.store import StorePort
 __all__ = ["main"]
 
 _TICK_S = 0.5
-"""Interval between progress reports, in seconds."""
+"""Interval of progress reports."""
 
 _ALIVE_S = 5.0
-"""Maximum time between two frames to the trainer, in seconds."""
+"""Longest time between frames to the trainer."""
 
 Fields: TypeAlias = dict[str, str | int | float | None]
 
 _USUAL = frozenset([*vars(logging.makeLogRecord({})), "message", "asctime"])
-"""Attributes of every log record; others are its fields."""
+"""Other attributes of log records are fields."""
 
 _GRACE_S = 20.0
-"""Time limit of the process after the trainer's end without detached saves, in seconds."""
+"""Limit after the trainer's end without detached saves."""
 
 
 def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
     """Serves the trainer until it closes its end of the link.
 
     Args:
-        connection: Descriptor of this end of the link.
+        connection: Descriptor of this end.
         arena: Descriptor of the trainer's arena.
-        log_level: Minimum level of lines for the trainer's log.
-        trainer: Process id of the trainer.
+        log_level: Of lines for the trainer's log.
+        trainer: Process id.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A missing store is normal at the end of a job. Otherwise errors report it.
+    # A missing store is normal at the end of a job; otherwise errors report it.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     faulthandler.enable()
     host = Host.get()
-    # Only bulk work: the trainer may wait for the loop or for a short job.
+    # The trainer may wait for the loop or for a short job.
     host.lower_bulk()
-    find_opener(os.sep)  # otherwise the first save would wait for this import
+    find_opener(os.sep)  # or the first save waits
     service = _Service(host, connection, ArenaView(arena), trainer)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         host.call_soon(service.terminate)
 
     signal.signal(signal.SIGTERM, terminate)
-    # Inherited from a trainer that blocks its signals to wait for them in a thread.
+    # Inherited from a trainer that waits for its signals in a thread.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     logging.getLogger().addHandler(service.forwarder)
     service.forwarder.follow(log_level)
@@ -95,7 +93,7 @@ def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
 
 
 class _Service:
-    """Serves the trainer, on the loop of the uploader process. See ``Trainer``."""
+    """On the loop of the uploader process. See ``Trainer``."""
 
     def __init__(self, host: Host, connection: int, arena: ArenaView, trainer: int) -> None:
         self._host = host
@@ -104,7 +102,7 @@ class _Service:
         self._link: Link[ToProcess, FromProcess]
         self._known: dict[bytes, tuple[Structure, list[bytes]]] = {}
         self._saves: dict[int, ServedSave] = {}
-        # By number; kept for later saves.
+        # By number, for later saves.
         self._teams: dict[int, TeamMemory] = {}
         self._ports: dict[str, StorePort[Any, Any]] = {}
         self._idle: anyio.Event | None = None
@@ -112,11 +110,11 @@ class _Service:
         self.is_in_a_hurry = False
         self.forwarder = _Forwarder(self)
         self._parent = os.getppid()
-        # The trainer may have died before ``getppid`` ran.
+        # The trainer may have died before.
         self._is_orphan = self._parent != trainer and not is_running(trainer)
 
     async def run(self) -> None:
-        """Serves until the link ends, then waits for the remaining saves."""
+        """Serves until the link ends; waits for remaining saves."""
         self._link = Link(socket.socket(fileno=self._connection), ToProcess)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._link.flush_forever)
@@ -156,7 +154,7 @@ class _Service:
                 save.cancel("the uploader process was asked to end (SIGTERM)")
 
     def log(self, level: int, logger: str, text: str, fields: Fields) -> None:
-        """Forwards a log line. From any thread."""
+        """From any thread."""
         if self._idle is not None:
             print(f"actorsnap uploader: {text}", file=sys.stderr)
             return
@@ -196,7 +194,7 @@ class _Service:
 
     def _begin(self, frame: BeginSave) -> None:
         if self._is_terminated:
-            return  # the next process will get it
+            return  # for the next process
         if frame.structure is not None:
             self._known.pop(frame.forgotten, None)
             self._known[frame.digest] = frame.structure, [value for _, value in frame.values]
@@ -219,7 +217,7 @@ class _Service:
             self._host.resources.set_duty(frame.duty)
 
     def _hurry(self) -> None:
-        """Reports released chunks at once, until all saves have ended."""
+        """Reports released chunks at once until all saves end."""
         self.is_in_a_hurry = True
         for save in self._saves.values():
             save.report_progress()
@@ -238,13 +236,13 @@ class _Service:
                 sent_s, sent_frames = now, self._link.statistics.sent_frames
             is_orphan = self._is_orphan or os.getppid() != self._parent
             if is_orphan or (self._is_terminated and not self._saves):
-                # A forked child of the trainer may hold the trainer's end open.
+                # A forked child may hold the trainer's end open.
                 await self._link.flush()
                 self._link.shut()
 
 
 class _Forwarder(logging.Handler):
-    """Forwards log lines to the trainer's log."""
+    """Forwards log lines to the trainer."""
 
     def __init__(self, service: _Service) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Checks of the callers' arguments."""
+"""Checks of arguments."""
 
 from __future__ import annotations
 
@@ -25,21 +25,22 @@ __all__ = [
 
 
 AppState: TypeAlias = Mapping[str, Any]
-"""``Stateful`` objects by key. Checked at run time, not by types: a type checker infers
-``dict[str, object]`` for a dict display with objects of several classes."""
+"""``Stateful`` objects by key. Not typed: a type checker infers ``dict[str, object]`` for a dict
+display with several classes.
+"""
 
 
 def make_location(
     path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
 ) -> Location:
-    """Checks a path and its storage options.
+    """Checks path and options.
 
     Raises:
-        UsageError: the path is empty or not a path; or the options are not a dict.
+        UsageError: the path is empty or no path; or the options are no dict.
     """
     url = check_url(path)
     if storage_options is not None and not isinstance(storage_options, Mapping):
-        # Names only the type: the value may contain secrets.
+        # The value may contain secrets.
         raise UsageError(f"storage_options must be a dict, not {type(storage_options).__name__}")
     return Location(
         display_url=without_secrets(url),

@@ -1,4 +1,4 @@
-"""The script that verifies a snapshot, and the check of its data."""
+"""Verifies a snapshot."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _NullSink:
-    """A sink that only counts bytes, for verification."""
+    """Only counts bytes."""
 
     is_addressable = False
 
@@ -81,11 +81,7 @@ class _NullSink:
 
 
 class _Meter:
-    """Adds up the work of worker threads and reports it to the caller's ``progress``.
-
-    Attributes:
-        done, total: Bytes compared so far, and to compare in total.
-    """
+    """Adds up worker threads' bytes for the caller's ``progress``."""
 
     def __init__(self, progress: Callable[[int, int], None] | None) -> None:
         self._progress = progress
@@ -107,7 +103,7 @@ class _Meter:
 def verify(
     source: Source, *, level: str, progress: Callable[[int, int], None] | None = None
 ) -> Script[VerifyReport]:
-    """Checks a snapshot. ``progress`` gets bytes done and bytes in total, on any thread."""
+    """Checks a snapshot. ``progress`` gets done and total bytes, on any thread."""
     if level not in ("quick", "full"):
         raise UsageError(f'level must be "quick" or "full", not {level!r}')
 
@@ -152,12 +148,11 @@ class DataCheck:
 
     Args:
         storage: Open; the caller closes it.
-        level: ``quick`` or ``full``; see ``VerifyReport``.
-        progress: Gets bytes done and bytes in total, on any thread.
+        level, progress: See ``verify``.
 
     Attributes:
         num_objects: Data objects checked.
-        nbytes: Bytes of intact objects; 0 if ``quick``.
+        nbytes: Of intact objects; 0 if ``quick``.
     """
 
     def __init__(
@@ -184,14 +179,14 @@ class DataCheck:
     async def run(
         self, manifests: Sequence[RankManifest], *, is_complete: bool
     ) -> list[ActorSnapError]:
-        """Returns an error per damaged or missing object, and per entry that cannot be restored.
+        """Returns the problems of ``VerifyReport``.
 
         Args:
             manifests: In rank order.
-            is_complete: Whether these are all manifests; otherwise only objects are checked.
+            is_complete: Otherwise only objects are checked.
 
         Raises:
-            UnsupportedFormat: The package that reads the data is not installed.
+            UnsupportedFormat: A package for the data is not installed.
             StorageError: Reading failed.
         """
         problems: list[ActorSnapError] = []
@@ -214,7 +209,7 @@ class DataCheck:
                 missing.__cause__ = error
                 problems.append(missing)
             except UnsupportedFormat:
-                raise  # neither intact nor damaged: the check is impossible
+                raise  # neither intact nor damaged
             except FormatError as error:
                 problems.append(error)
             except BaseExceptionGroup as group:
@@ -224,7 +219,7 @@ class DataCheck:
                 problems.append(_flatten_group(damage)[0])
 
         records = [each.record for each in held]
-        # The pool itself limits concurrent reads.
+        # The pool limits concurrent reads.
         parallel_objects = self._storage.capabilities.preferred_parallel_objects
         at_once = parallel_objects if self._level == "full" else MAX_SMALL_READS
         await for_each(records, check, at_once=at_once)
@@ -252,7 +247,7 @@ class DataCheck:
         return problems
 
     async def _build(self, leaf: Doubtful) -> list[FormatError]:
-        """Returns the reasons why the leaf cannot be built; empty if it can."""
+        """Returns why the leaf cannot be built; empty if it can."""
         try:
             part = await self._run_blocking(leaf.restore)
             await self._pool.fetch(
@@ -268,7 +263,7 @@ class DataCheck:
             found = _flatten_group(damage)
         else:
             return []
-        # Checksum mismatches were reported before, per object.
+        # Mismatches are already reported, per object.
         return [error for error in found if not isinstance(error, ChecksumMismatch)]
 
     async def _check(self, record: ObjectRecord) -> None:
@@ -283,7 +278,7 @@ class DataCheck:
             self.nbytes += record.size
 
     async def _check_sizes(self, record: ObjectRecord) -> None:
-        if record.chunks:  # many keys: one listing
+        if record.chunks:  # many keys
             listed = self._storage.list(f"{record.key}/")
             found = {info.key: info.size async for info in listed}
         else:
@@ -317,8 +312,8 @@ class _HeldObject:
     """The records of all ranks about one data object.
 
     Attributes:
-        parts: The manifests that list the object, with its number in each.
-        leaves: The leaves stored in it.
+        parts: The manifests that list it, with its number in each.
+        leaves: Stored in it.
     """
 
     record: ObjectRecord
@@ -327,7 +322,6 @@ class _HeldObject:
 
     @property
     def stored(self) -> dict[str, int]:
-        """Keys and sizes of the stored objects."""
         return {
             key: size
             for manifest, number in self.parts
@@ -341,7 +335,7 @@ class _HeldObject:
         ]
 
     def opener(self) -> tuple[RankManifest, int]:
-        """Returns the manifest and number that hold a compressed object's header.
+        """Returns the manifest and number with a compressed object's header.
 
         Raises:
             FormatError: no chunk begins at 0.
@@ -355,7 +349,7 @@ class _HeldObject:
 def _objects_in(
     manifests: Sequence[RankManifest],
 ) -> tuple[dict[str, _HeldObject], list[FormatError]]:
-    """Returns the data objects by key, and an error per disagreement between ranks."""
+    """Returns data objects by key, and an error per disagreement between ranks."""
     held: dict[str, _HeldObject] = {}
     contradictions: list[FormatError] = []
     for manifest in manifests:
@@ -374,7 +368,7 @@ def _objects_in(
 
 
 def _gaps(held: Iterable[_HeldObject]) -> Iterator[FormatError]:
-    """Yields an error per compressed object whose chunks do not cover it."""
+    """Yields an error per compressed object that its chunks do not cover."""
     for each in held:
         if each.record.chunks:
             try:
