@@ -3,10 +3,10 @@
 Implements the rules for shards and ``replicated`` of ``docs/format.md`` ("Entries"). Must not know
 restore targets or how bytes are read.
 
-All ranks may read shards, ``replicated`` entries and everything in a snapshot of one rank. Shards
-of a path are joined, whichever ranks wrote them. Other leaves are private: rank k gets those that
-rank k saved. A rank outside the saved world gets the private leaves that all ranks saved with equal
-content, so that no step counter is lost when the world grows, and rank 0's containers.
+All ranks may read shards (joined by path), ``replicated`` entries and everything in a snapshot of
+one rank. Other leaves are private: rank k gets those that rank k saved. A rank outside the saved
+world gets rank 0's containers and the private leaves that all ranks saved with equal content, so
+that no step counter is lost when the world grows.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ __all__ = [
 class Shard(msgspec.Struct, frozen=True, gc=False):
     """A box of a tensor and its stored bytes.
 
-    ``is_disputed``: the box is the reader's own, and other ranks stored other elements under this
-    path. It may fill only an equal box.
+    ``is_disputed``: it is the reader's own, other ranks stored other elements under this path, and
+    it may fill only an equal box.
     """
 
     box: Box
@@ -91,7 +91,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
         objects: The list that ``Stored.object`` indexes.
         entries: In traversal order.
         held_by_other_ranks: Paths of leaves that are private to other ranks, with those ranks.
-        optimizers: See ``RankManifest``; the rank's own values win, then those of the lowest rank.
+        optimizers: See ``RankManifest``; the rank's own values win, then the lowest rank's.
     """
 
     attempt: str
@@ -106,7 +106,7 @@ def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
     """Returns the view of one rank, which need not have saved.
 
     Args:
-        manifests: Manifests of all ranks that saved, by rank.
+        manifests: Of all ranks that saved, by rank.
 
     Raises:
         FormatError: Shards of one path belong to different tensors.
@@ -229,7 +229,6 @@ class _Merger:
         )
 
     def _take_readable(self) -> None:
-        """Takes the entries that all ranks may read, and finds the private ones."""
         shards: dict[str, list[tuple[RankManifest, TensorEntry]]] = {}
         is_alone = len(self._in_order) == 1
         for manifest in self._in_order:
@@ -250,7 +249,7 @@ class _Merger:
                 self._entries[path] = self._join(path, held)
 
     def _join(self, path: str, held: Sequence[tuple[RankManifest, TensorEntry]]) -> ShardedEntry:
-        """Joins the shards of a path into one entry; the rank's own shards come first.
+        """Joins the shards of a path; the rank's own shards come first.
 
         A box that ranks stored with different values is disputed: tensors of several meshes have
         this path. All boxes are if meshes cut the path differently and checksums cannot prove that
@@ -317,10 +316,7 @@ class _Merger:
                     self._entries.setdefault(entry.path, entry)
 
     def _drop_broken_lists(self) -> None:
-        """Drops lists that this rank did not save and that lack an item.
-
-        Later items would move up.
-        """
+        """Drops lists that this rank did not save and that lack an item: later items would move up."""
         lists = {
             entry.path
             for manifest in self._in_order
@@ -371,7 +367,7 @@ class _Merger:
     def _order(self) -> list[str]:
         """Returns the paths in an order that agrees with every rank's as far as possible.
 
-        Ranks that divide a state store rising parts of it. So a rank's paths follow those of lower
+        Ranks that divide a state store rising parts of it: a rank's paths follow those of lower
         ranks, but precede paths that follow them on both. The rank's own paths keep their order.
         """
         following: dict[str | None, str | None] = {None: None}

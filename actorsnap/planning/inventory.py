@@ -1,10 +1,8 @@
 """A rank's inventory, and checks that ranks agree about sharded tensors.
 
-A *scope* is a list of items that several ranks hold. An inventory names it by a digest; the list
-itself is sent once. Private items are not named.
-
-Meshes, DistributedDataParallel and the caller declare which items are equal. Contents are not
-compared (``docs/decisions``, 0007).
+A *scope* is a list of items that several ranks hold. Inventories name it by a digest; the list is
+sent once. Private items are not named. Meshes, DistributedDataParallel and the caller declare which
+items are equal; contents are not compared.
 """
 
 from __future__ import annotations
@@ -35,10 +33,10 @@ __all__ = [
 ]
 
 _DIGEST_BYTES = 12
-"""Size of a digest. Every rank sends two per save, and ranks are not adversaries."""
+"""Every rank sends two digests per save, and ranks are not adversaries."""
 
 _MAX_LINES = 50
-"""Most lines of an error message, which goes to every rank."""
+"""Limit of an error message, which goes to every rank."""
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -47,8 +45,8 @@ class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         ranks: The holders, rising. Each lists this scope, perhaps with other items. None: all ranks
             of the job; a rank that lists no such scope has no such items.
-        digest: Digest of the item list.
-        nbytes: Bytes of the items.
+        digest: Of the item list.
+        nbytes: Of the items.
     """
 
     ranks: tuple[int, ...] | None
@@ -76,7 +74,7 @@ class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         shape: The whole tensor's.
-        ranks, num_ranks: The ranks that hold parts (also empty ones): ``ranks_digest`` and number.
+        ranks, num_ranks: ``ranks_digest`` and number of the ranks that hold parts, also empty ones.
     """
 
     path: str
@@ -96,7 +94,7 @@ def digest_of(value: Any) -> bytes:
 
 @functools.lru_cache
 def ranks_digest(ranks: tuple[int, ...]) -> bytes:
-    """Returns an 8-byte digest; cached, because a thousand tensors may share their ranks."""
+    """Returns an 8-byte digest; cached, as a thousand tensors may share their ranks."""
     return digest_of(ranks)[:8]
 
 
@@ -147,8 +145,8 @@ def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> N
         lists: Each distinct list of sharded tensors, with the ranks that report it, rising.
 
     Raises:
-        UsageError: Ranks disagree about the dtype or shape of a tensor, or a rank that holds a part
-            lacks the tensor: that part would be lost. Names all.
+        UsageError: Ranks disagree about dtypes or shapes, or a rank that holds a part lacks the
+            tensor: that part would be lost. Names all.
     """
     seen: dict[str, tuple[Sharded, int]] = {}
     complaints: list[str] = []
@@ -178,7 +176,7 @@ def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> N
 
 
 def refuse(complaints: Sequence[str], title: str) -> None:
-    """Raises ``UsageError`` with the first complaints, if there are any."""
+    """Raises ``UsageError`` with the first complaints, if any."""
     if not complaints:
         return
     more = len(complaints) - _MAX_LINES

@@ -1,6 +1,6 @@
 """Computes the boxes of a distributed tensor that one rank of a mesh holds.
 
-Reproduces the index arithmetic of ``torch.chunk`` as DTensor applies it.
+Uses the index arithmetic of ``torch.chunk``, as DTensor does.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         parts: Number of ranks along the axis.
         index: This rank's position along the axis.
-        groups: Number of pieces that the dim is cut into first. Each is then cut into ``parts``,
-            of which the rank holds one. 1 for an ordinary shard. FSDP2 uses more for dims that
-            tensor parallelism cuts further to the right.
+        groups: Number of pieces that the dim is cut into first; each is then cut into ``parts``, of
+            which the rank holds one. FSDP2 uses more than 1 for dims that tensor parallelism cuts
+            further to the right.
     """
 
     dim: int
@@ -44,7 +44,7 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 
 
 def _chunk(size: int, parts: int, index: int) -> Run:
-    """Returns part ``index`` of ``size`` indices; the last parts are short."""
+    """Returns a part of ``size`` indices; the last parts are short."""
     step = -(-size // parts)
     return min(size, step * index), min(size, step * (index + 1))
 
@@ -90,7 +90,7 @@ def _all_runs(shape: Sequence[int], cuts: Sequence[Placement]) -> list[list[Run]
 
 
 def local_shape(shape: Sequence[int], cuts: Sequence[Placement]) -> tuple[int, ...]:
-    """Returns the shape of a rank's local tensor, after these cuts in this order.
+    """Returns the shape of a rank's local tensor after these cuts, in order.
 
     Raises:
         ValueError: A cut does not fit the shape.
@@ -101,8 +101,8 @@ def local_shape(shape: Sequence[int], cuts: Sequence[Placement]) -> tuple[int, .
 def place(shape: Sequence[int], cuts: Sequence[Placement]) -> list[Placed]:
     """Returns the boxes that a rank holds, in the C order of its local tensor.
 
-    One box, or several if a dim is cut in groups; none if the rank holds nothing. Of a tensor
-    without elements every rank holds the whole (empty) box, so that a manifest names it.
+    Several if a dim is cut in groups; none if the rank holds nothing. Every rank holds the whole
+    (empty) box of a tensor without elements, so that a manifest names it.
 
     Raises:
         ValueError: A cut does not fit the shape.

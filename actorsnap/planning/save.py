@@ -1,15 +1,14 @@
 """Assigns writes to ranks, from the ranks' inventories.
 
 The holders of common items write them together, once: each writes one range of the bytes, sized for
-equal total loads. The planner reads each distinct list of items once, and the plan of a rank does
-not grow with the number of ranks or items.
+equal total loads. A rank's plan does not grow with the number of ranks or items.
 
-Ranks that list the same items of a scope are a *group*. Groups with the fewest holders come first,
-because they have the least choice; each fills up its holders' loads like water (``_fill``).
+Ranks that list the same items of a scope are a *group*. Groups with the fewest holders, which have
+the least choice, come first; each fills up its holders' loads like water (``_fill``).
 ``packing.arrange`` orders the bytes of a group, which are split into one range per writer, in rank
-order (``_GroupBytes``). A cut falls on an object's or an item's edge if one is near, else between
-rows; later, larger groups compensate. If several scopes of some ranks list a box under one path,
-each holder writes all of it.
+order (``_GroupBytes``). A cut falls on a near edge of an object or item, else between rows; later,
+larger groups compensate. If several scopes of some ranks list a box under one path, each holder
+writes all of it.
 """
 
 from __future__ import annotations
@@ -40,10 +39,10 @@ from actorsnap.planning.packing import (
 __all__ = ["SavePlan", "plan_save"]
 
 _MAX_ROW_BYTES = 1 << 20
-"""Largest row that is not cut inside, in bytes."""
+"""Largest row that is not cut inside."""
 
 _MIN_RANGE_BYTES = 256 << 10
-"""Smallest range for one rank, in bytes; for less, opening an object costs more."""
+"""Smallest range for one rank; for less, opening an object costs more."""
 
 _SLACK = 64
 """Largest move of a cut to an edge: 1/64 of the adjacent ranges.
@@ -91,7 +90,7 @@ def plan_save(
         lowest, num_holders = group.holders[0], len(group.holders)
         objects = arrange(group.items, rules, num_holders)
         group_bytes = _GroupBytes(group.items, objects, rules)
-        # Twice as much, because cuts move to edges and rows nearby.
+        # Twice, because cuts move to edges and rows nearby.
         least_bytes = max(_MIN_RANGE_BYTES, 2 * rules.min_write_bytes)
         sizes = _fill(loads, group.holders, group_bytes.nbytes, least_bytes)
         writers: list[list[int]] = [[] for _ in objects]
@@ -114,8 +113,6 @@ def plan_save(
         joiners=tuple(map(tuple, joiners)),
     )
 
-
-# Groups -----------------------------------------------------------------------------------------
 
 _Place: TypeAlias = tuple[str, tuple[int, ...] | None]
 """Path and offsets of an item."""
@@ -183,7 +180,7 @@ def _places_in_several_scopes(
 ) -> Set[_Place]:
     """Returns the items that appear in several scopes of some ranks.
 
-    Their values may differ, as of parameters that the optimizers of pipeline stages number.
+    Their values may differ, as of parameters that optimizers of pipeline stages number.
     """
     partial = [digests for ranks, digests in scopes.items() if ranks]
     if len(partial) < 2:
@@ -239,7 +236,7 @@ def _group_by_holders(
     Adds items with differing dtypes or shapes to ``complaints``.
     """
     listed = [(lists[digest], indices) for digest, indices in by_digest.items()]
-    # By path and offsets, then by the values that must agree: list number and index in the list.
+    # By place, then by the values that must agree: list number and index in the list.
     variants_of: dict[_Place, dict[object, list[tuple[int, int]]]] = {}
     for number, (items, _) in enumerate(listed):
         for index, item in enumerate(items):
@@ -295,9 +292,6 @@ def _describe_variants(
         lines.append((rank, f"{item.dtype} {item.shape}{whole} on rank {rank}"))
     offsets = "" if item.offsets is None else f" at {item.offsets}"
     return f"{item.path!r}{offsets} is " + ", ".join([text for _, text in sorted(lines)])
-
-
-# Levels and cuts --------------------------------------------------------------------------------
 
 
 def _fill(

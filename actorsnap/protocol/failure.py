@@ -1,8 +1,8 @@
 """Encodes exceptions for other processes and ranks, and describes why an attempt failed.
 
 Ranks exchange exceptions inside a ``Failure``; the uploader process and its trainer as bare chains.
-Encoding never raises, whatever the exception's methods do: otherwise the receiver would wait until
-the deadline.
+Encoding never raises, whatever the exception's methods do: the receiver would wait until the
+deadline.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ __all__ = [
 ]
 
 _MAX_CAUSES = 8
-"""Maximum length of a chain."""
+"""Limit of a chain."""
 
 _MAX_DEPTH = 8
-"""Maximum depth of containers in a field: one may contain itself."""
+"""Limit of containers in a field, which may contain themselves."""
 
 _MAX_RUNS = 8
-"""Maximum number of runs in a text."""
+"""Limit of runs in a text."""
 
 _OS_FIELDS = ("errno", "strerror", "filename")
 
 
 class Stage(StrEnum):
-    """Stage of a save or a restore."""
+    """Of a save or a restore."""
 
     CAPTURE = "capture"
     JOIN = "join"
@@ -74,8 +74,7 @@ class EncodedError(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
 
     Attributes:
         kind: Name of its class.
-        fields: Fields of an ``ActorSnapError``; number, text and file name of an ``OSError``;
-            msgpack.
+        fields: Of an ``ActorSnapError``; number, text and file name of an ``OSError``; msgpack.
     """
 
     kind: str
@@ -174,7 +173,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         stage, rank: Of the first failure.
         key: The object concerned.
         error: The error to raise on every rank. None: a ``SnapshotAborted`` with the fields above.
-        causes: Causes of that error; see ``encode``.
+        causes: Of that error; see ``encode``.
         may_be_visible: The failed commit may have left the commit object. The objects that it names
             must then stay, or readers would find a broken snapshot.
     """
@@ -245,7 +244,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def to_error(self) -> ActorSnapError:
-        """Returns a new error to raise."""
         error = None if self.error is None else decode([self.error, *self.causes])
         if isinstance(error, ActorSnapError):
             return error
@@ -263,7 +261,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def restore_aborted(
     reason: str, stage: Stage, rank: int | None, cause: BaseException | None = None
 ) -> Failure:
-    """Returns a failure that is raised as ``RestoreAborted``."""
     error = RestoreAborted(reason=reason, rank=rank, stage=str(stage))
     error.__cause__ = cause
     return Failure.of(error, stage=stage, rank=rank)

@@ -1,6 +1,6 @@
 """A coordinator's memory of the previous save, by digest.
 
-Ranks send digests; ``protocol.save`` asks for the content of unknown ones.
+``protocol.save`` asks ranks for the content of unknown digests.
 """
 
 from __future__ import annotations
@@ -15,10 +15,9 @@ __all__ = ["PlanCache"]
 
 
 class PlanCache:
-    """Memory of a group's last save; bounded by one save.
+    """Memory of a group's last save.
 
     Attributes:
-        lists: Item lists.
         agreed: Result of ``sharded`` when ranks were last found to agree.
         several: The paths on several meshes at that time.
     """

@@ -1,11 +1,9 @@
 """The decisions of a save, over ``protocol.rounds``.
 
-The rounds:
-
 0. *Joined*: Each rank sends a digest of its inventory. The coordinator asks one rank per unknown
-   digest for the content, then sends each rank its part of the plan.
+digest for the content, then sends each rank its part of the plan.
 1. *Opened* (only ranks that share objects): Objects with several writers are open. Each rank gets
-   the tokens of those that it joins.
+the tokens of those that it joins.
 2. *Written* (the same ranks): All chunks of shared objects are stored; these can be completed.
 3. *ManifestStored*, the commit round: Each rank has stored its manifest.
 
@@ -84,10 +82,10 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         url, fsync, rules: The coordinator's; apply to all ranks. ``url`` is UTF-8 with
             ``surrogatepass``.
-        digest: Digest of the plan.
+        digest: Of the plan.
         plan: None if the rank remembers it.
         save: The part of the commit object that the rank's manifest repeats.
-        resumed: Dead attempts, the newest first, whose objects are not sent again.
+        resumed: Dead attempts, newest first, whose objects are not sent again.
         shares_objects: The rank takes part in rounds 1 and 2.
     """
 
@@ -129,8 +127,6 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ManifestStored(msgspec.Struct, frozen=True, array_like=True):
-    """``size`` in bytes."""
-
     size: int
     crc32c: int
 
@@ -157,7 +153,7 @@ class SaveDecisions:
     Args:
         save: Repeated in each rank's manifest, by rank 0 with the metadata.
         release: Required on all ranks.
-        fsync: Whether all data must be durable before the commit.
+        fsync: All data must be durable before the commit.
         resumed: See ``Assignment``.
         memory: Of the previous save; no other save may use it.
     """
@@ -208,8 +204,6 @@ class SaveDecisions:
             key = manifest_key(self.attempt, rank)
             records.append(ManifestRecord(key=key, size=stored.size, crc32c=stored.crc32c))
         return tuple(records)
-
-    # Joining
 
     def _on_joined(self, payloads: Mapping[int, bytes]) -> Decision:
         for rank in sorted(payloads):
@@ -283,8 +277,6 @@ class SaveDecisions:
             resumed=self.resumed,
             shares_objects=plan.ranks[rank].is_shared,
         )
-
-    # Shared objects
 
     def _on_opened(self, payloads: Mapping[int, bytes]) -> Continue:
         assert self._plan is not None
