@@ -1,9 +1,9 @@
 """Runs a call's work in a storage that may hang, and stops waiting for it on cancellation.
 
 A thread inside a system call cannot be stopped: a write to a dead NFS server may never return. Each
-such step runs in a separate task, an errand, and a cancelled caller waits for it only for a short
-grace period. An abandoned errand keeps leased memory and descriptors until its threads return. This
-is safe for steps that do not write to the caller's memory; reads into tensors are always awaited.
+such step is an errand, a separate task, and a cancelled caller waits for it only for a grace
+period. An abandoned errand keeps leased memory and descriptors until its threads return. This is
+safe for steps that do not write to the caller's memory; reads into tensors are always awaited.
 """
 
 from __future__ import annotations
@@ -27,13 +27,12 @@ logger = Log(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 2.0
-"""Grace period for a cancelled step, in seconds: enough for a healthy storage."""
+"""For a cancelled step: enough for a healthy storage."""
 
 _CLEANUP_S = 30.0
-"""Time limit of a clean-up, in seconds; after the call's deadline only the grace period."""
+"""Limit of a clean-up; after the call's deadline only the grace period."""
 
 _CLOSE_S = 5.0
-"""Time limit for closing a storage, in seconds."""
 
 
 class AbandonableTasks:
@@ -91,7 +90,7 @@ class AbandonableTasks:
 
     @property
     def trouble(self) -> str:
-        """The last error that led to a retry, if any."""
+        """The last error that led to a retry, or empty."""
         if self._retried is None:
             return ""
         error, noted_s = self._retried
@@ -158,7 +157,7 @@ class AbandonableTasks:
     async def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
         """``clean_up`` for closing a storage, within half of the remaining time.
 
-        A storage that hangs on close must leave time for the caller's next step.
+        A storage that hangs must leave time for the caller's next step.
         """
         deadline = min(self._deadline, anyio.current_effective_deadline())
         left_s = deadline - anyio.current_time()

@@ -1,13 +1,12 @@
 """A first-in-first-out byte budget, shared by all snapshots of a process.
 
-anyio's limiters count tokens; this one counts bytes. Requests are admitted strictly in order, so
-small ones do not starve a large one. A request larger than the whole budget is admitted when
-nothing else is leased.
+Requests are admitted strictly in order, so small ones do not starve a large one. A request larger
+than the budget is admitted when nothing else is leased.
 
-Except for staging, the first lease of each purpose may exceed the limit. A save whose storage hangs
-may hold the whole budget until its deadline, and restores must not wait for that. Also, staged
-memory is only freed by storing, which may need memory too. A task that waits for such a lease may
-hold one for an earlier purpose in ``Purpose``, and no other.
+Except for staging, the first lease of each purpose may exceed the limit: a save whose storage hangs
+may hold the whole budget, and restores must not wait for its deadline; staged memory is only freed
+by storing, which may need memory. A task that waits for such a lease may hold one for an earlier
+purpose in ``Purpose``, and no other.
 """
 
 from __future__ import annotations
@@ -26,8 +25,6 @@ __all__ = ["Budget", "BudgetStatistics", "Lease", "Purpose"]
 
 
 class Purpose(Enum):
-    """Purpose of a lease."""
-
     STAGING = auto()
     COMPRESSING = auto()
     READING = auto()
@@ -54,10 +51,10 @@ class _Waiter:
 class Lease:
     """The right to ``nbytes`` of memory, and the memory itself.
 
-    Release it once, or use it as a context manager; releasing twice is harmless.
+    Released once; releasing twice is harmless.
 
     Attributes:
-        on_release: Called once when the lease is released, if set.
+        on_release: Called once on release, if set.
     """
 
     __slots__ = ("_budget", "_purpose", "nbytes", "on_release", "view")
@@ -92,7 +89,7 @@ class Lease:
 
 
 class Budget:
-    """Lends memory up to a limit, in order of request. Used on one event loop only.
+    """Lends memory up to a limit, in order of request. On one event loop only.
 
     Args:
         limit_bytes: At least 1.
@@ -140,10 +137,7 @@ class Budget:
         return bool(self._waiters) or not self._fits(nbytes)
 
     async def lease(self, nbytes: int, purpose: Purpose = Purpose.STAGING) -> Lease:
-        """Waits for its turn and for ``nbytes``, and allocates them.
-
-        Cancellation: Nothing stays leased.
-        """
+        """Waits for its turn and for ``nbytes``. Cancellation: Nothing stays leased."""
         waiter = _Waiter(nbytes, purpose)
         self._waiters.append(waiter)
         self._admit()

@@ -26,11 +26,8 @@ __all__ = ["ChecksumLedger", "manifest_of"]
 class ChecksumLedger:
     """Collects the block checksums of one object's items, in any order.
 
-    Blocks are numbered consecutively across items. A chunk's blocks are adjacent, because chunks
-    are split between blocks.
-
-    Args:
-        items: The items of the plan.
+    Blocks are numbered across items. Chunks are split between blocks, so a chunk's blocks are
+    adjacent.
     """
 
     def __init__(self, plan: ObjectPlan, items: Sequence[Item]) -> None:
@@ -70,11 +67,7 @@ class ChecksumLedger:
             self._values[first : first + len(checksums)] = checksums
 
     def check_complete(self) -> None:
-        """Checks that all planned bytes are stored.
-
-        Raises:
-            RuntimeError: Chunks are missing.
-        """
+        """Raises ``RuntimeError`` unless all planned bytes are stored."""
         planned_bytes = sum([chunk.stop - chunk.start for chunk in self.plan.chunks])
         if self._recorded_bytes != planned_bytes:
             raise RuntimeError(
@@ -146,7 +139,7 @@ def _entries_of(parts: Sequence[Part], ledgers: Sequence[ChecksumLedger]) -> tup
 
 
 def _refers_to(entry: Entry, absent: set[str]) -> bool:
-    """Returns whether an entry is useless here because another rank stores its target."""
+    """Returns whether another rank stores the entry's target: it is useless here."""
     match entry:
         case ViewEntry():
             return entry.of in absent

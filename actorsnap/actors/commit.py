@@ -1,6 +1,6 @@
 """The commit: the one operation that makes a snapshot visible.
 
-Looks first, then writes the commit object, then looks again if there was no answer.
+Looks first, writes the commit object, and looks again if there was no answer.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ __all__ = ["CommitActor", "CommitTemplate", "is_committed"]
 logger = Log(__name__)
 
 _COMMIT_GRACE_S = 10.0
-"""Time for a commit after the caller cancels, in seconds: it usually succeeds."""
+"""Time for a commit after the caller cancels: it usually succeeds."""
 
 _LOOK_S = 10.0
-"""Time limit of a look at the commit object, in seconds."""
+"""Limit of a look at the commit object."""
 
 _LATE_LOOK_S = 2.0
-"""The same limit after the call's deadline, in seconds."""
+"""The same after the call's deadline."""
 
 _NUM_LOOKERS = 16
 
@@ -242,7 +242,6 @@ class CommitActor:
         )
 
     async def _unanswered(self) -> Failure | None:
-        """Ends a commit whose answer is no longer awaited."""
         if not self._is_asked:
             reason = self._stop_reason
             if self._is_waiting:
@@ -262,7 +261,6 @@ class CommitActor:
         )
 
     async def _visible(self) -> _Visible:
-        """Determines whose commit object is there."""
         left_s = self._deadline - anyio.current_time()
         with anyio.move_on_after(max(_LATE_LOOK_S, min(left_s, _LOOK_S))):
             try:

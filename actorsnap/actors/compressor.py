@@ -1,8 +1,7 @@
 """Compresses staged chunks and stores each as a separate object.
 
-Implements the writer's side of ``docs/format.md`` ("Compressed data object"). Worker threads
-compress a chunk in short turns, into leased memory. A chunk that does not shrink is stored
-uncompressed.
+Implements the writer's side of ``docs/format.md`` ("Compressed data object"). Threads compress a
+chunk in short turns, into leased memory. A chunk that does not shrink is stored uncompressed.
 """
 
 from __future__ import annotations
@@ -32,11 +31,11 @@ _MIN_SAVED = 1 / 32
 """Smallest part of a chunk that compression must save to be worth decompressing."""
 
 _TRIAL_FRAMES = 4
-"""Number of frames after which a chunk that does not shrink is stored uncompressed."""
+"""Frames after which a chunk that does not shrink is stored uncompressed."""
 
 
 class CompressedObject(ObjectWriter):
-    """Represents a compressed object among writers: there is nothing to open or complete."""
+    """A compressed object among writers: there is nothing to open or complete."""
 
     def __init__(self, key: str, size: int) -> None:
         self.key = key
@@ -49,13 +48,13 @@ class CompressedObject(ObjectWriter):
         raise AssertionError("each chunk is an object of its own")
 
     async def complete(self) -> None:
-        """Does nothing."""
+        """Nothing to do."""
 
     async def release(self) -> None:
-        """Does nothing."""
+        """Nothing to do."""
 
     async def abort(self) -> None:
-        """Does nothing."""
+        """Nothing to do."""
 
 
 class CompressedStore:
@@ -63,7 +62,7 @@ class CompressedStore:
 
     Args:
         num_threads: Chunks compressed at once. With more, all would be ready late.
-        max_bytes: Most bytes of chunks compressed or sent at once; None: limited by the budget.
+        max_bytes: Bytes of chunks compressed or sent at once; None: limited by the budget.
     """
 
     def __init__(
@@ -96,7 +95,7 @@ class CompressedStore:
 
         Args:
             views: The chunk's bytes.
-            itemsizes: Item size of each view, in bytes.
+            itemsizes: Bytes, per view.
             checksum: CRC32C of all views.
 
         Raises:
@@ -165,7 +164,7 @@ class _Packing:
 
     Attributes:
         done: Processed bytes of the chunk.
-        frames: Stored sizes of the frames; empty in the end if the chunk does not shrink.
+        frames: Stored sizes; empty in the end if the chunk does not shrink.
         size: Sum of ``frames``.
         checksum: CRC32C of the frames.
     """
@@ -186,7 +185,7 @@ class _Packing:
         self.checksum = 0
 
     def compress_turn(self) -> bool:
-        """Compresses for one turn; returns whether more is left."""
+        """Returns whether more is left."""
         end_s = time.monotonic() + _TURN_S
         for source, width in self._sources:
             head, body = pack_frame(source, width=width, codec=self._codec)

@@ -1,8 +1,7 @@
-"""The fence keeps steps of the trainer from changing state that lazy staging has not copied yet.
+"""Keeps steps of the trainer from changing state that lazy staging has not copied yet.
 
-On the runtime's loop the staging actor takes chunks from it and reports copied ones. A trainer's
-thread waits for a ``Watch``, without its event loop.
-``planning.lazy_order`` decides the order of copies.
+The staging actor takes chunks from the fence and reports copied ones, on the runtime's loop. A
+trainer's thread waits for a ``Watch``. ``planning.lazy_order`` decides the order.
 """
 
 from __future__ import annotations
@@ -40,8 +39,7 @@ class Watch:
 
 
 class Fence:
-    """Tracks uncopied state of one rank. Used on the runtime's loop, except ``is_open`` and
-    ``lazy``.
+    """Uncopied state of one rank. On the runtime's loop, except ``is_open`` and ``lazy``.
 
     Args:
         lazy: The leaves that are staged lazily.
@@ -106,8 +104,6 @@ class Fence:
         self._watches.clear()
         self.lazy.release()
 
-    # For the staging actor
-
     def plan(self, objects: Sequence[ObjectPlan], chunks: Sequence[Chunk]) -> None:
         """Sets the chunks that this rank copies."""
         self._has_news = anyio.Event()
@@ -125,10 +121,7 @@ class Fence:
     async def next_chunk(self, copier: int) -> Chunk | None:
         """Returns the next chunk to copy, when it is due; None at the end.
 
-        While nobody waits, only one copier works: the trainer needs the CPU.
-
-        Args:
-            copier: Number of the calling copier; 0 always works.
+        While nobody waits, only copier 0 works: the trainer needs the CPU.
 
         Raises:
             StateChanged: The next leaves were changed before they were copied.
@@ -145,7 +138,7 @@ class Fence:
         return self._chunks[number]
 
     def finish(self, chunk: Chunk) -> None:
-        """Records a copied chunk, and releases the watches that waited for it only.
+        """Records a copied chunk, and releases watches that waited only for it.
 
         Raises:
             StateChanged: The copied bytes may be of a later step.
@@ -163,7 +156,7 @@ class Fence:
             self._wake_copiers()
 
     def check(self) -> None:
-        """Checks the leaves again that no watch has released: a write may have been in progress.
+        """Checks leaves again that no watch has released: a write may have been in progress.
 
         Raises:
             StateChanged: There was one.

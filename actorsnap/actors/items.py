@@ -30,8 +30,8 @@ class StagedChunk:
     Attributes:
         head: The chunk's part of the object's header, or empty.
         pieces: The following pieces, in order.
-        sources: Per item of the object, the trainer's own memory; used without a lease only.
-        lease: Memory with contiguous copies of the pieces, or None. Released after storing.
+        sources: The trainer's own memory, per item of the object; for chunks without a lease.
+        lease: Contiguous copies of the pieces, or None. Released after storing.
     """
 
     chunk: Chunk
@@ -43,7 +43,7 @@ class StagedChunk:
     def views(self) -> Iterator[memoryview]:
         """Yields one view per piece, created on demand.
 
-        Many views at once (16,000 small tensors) would trigger repeated full garbage collections.
+        Many views at once (16,000 small tensors) would trigger full garbage collections.
         """
         if self.lease is None:
             for piece in self.pieces:
@@ -72,11 +72,10 @@ class StagingOrder:
     """Chunks to stage, and their destination.
 
     Attributes:
-        objects: The plan.
         chunks: In the order of storing.
         out: Receives staged chunks; closed at the end.
-        full: Set when staging waits for memory, and at its end. Until then uploaders leave the CPU
-            to the copies, because the trainer waits for them.
+        full: Set when staging waits for memory, and at its end. Until then the trainer waits for
+            the copies, and uploaders leave the CPU to them.
     """
 
     objects: Sequence[ObjectPlan]

@@ -1,4 +1,4 @@
-"""The objects that a rank writes in one save: opens, joins, completes, releases or deletes them."""
+"""The objects that a rank writes in one save."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RankObjects:
     """A rank's objects, numbered as its plans.
 
     Args:
-        resumed: Dead attempts whose objects are reused, the newest first.
+        resumed: Dead attempts whose objects are reused, newest first.
         is_compressed: Each chunk is a separate object: there is nothing to open.
     """
 
@@ -137,7 +137,7 @@ class RankObjects:
             keys = [chunk_key(plan.key, c.start) for plan in self.plans for c in plan.chunks]
         else:
             keys = [plan.key for plan in self.plans if plan.opens]
-        # The manifest first: if deletion is interrupted, the rest does not look complete.
+        # The manifest first: an interrupted deletion must not look complete.
         keys = [*self._other_keys, *keys]
         if keys:
             await self.storage.delete(keys)

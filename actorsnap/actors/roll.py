@@ -37,13 +37,13 @@ __all__ = ["Caller", "Roll"]
 logger = Log(__name__)
 
 _EARLIER_S = 0.05
-"""Lead over the deadline of the call's actor, which names no absent rank, in seconds."""
+"""Lead over the deadline of the call's actor, which names no absent rank."""
 
 _LISTEN_S = 0.05
-"""Time to receive queued messages after the deadline, in seconds."""
+"""Time to receive queued messages after the deadline."""
 
 _PATIENCE_S = 3.0
-"""Extra wait for rank 0 beyond the deadline, in seconds; shorter than other limits."""
+"""Extra wait for rank 0 beyond the deadline; shorter than other limits."""
 
 
 def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
@@ -103,7 +103,6 @@ class Caller:
         self._end = end
 
     async def repeat(self) -> None:
-        """Sends all messages again."""
         for message in self._sent or ():
             await self._end.send(message)
 
@@ -123,7 +122,7 @@ class Caller:
             self._listening.cancel()
 
     def _is_behind(self, ended: bytes) -> bool:
-        """Returns whether the call ``ended`` is one that this rank has not made."""
+        """Returns whether this rank has not made the call ``ended``."""
         return self._is_waiting and self._failure is None and ended not in (b"", self._label.digest)
 
     async def receive(self) -> FromCoordinator | PeerLost | Broken | TakenOver:
@@ -231,10 +230,7 @@ class Roll:
         return await self._renew(Aborted(message.failure, message.left))
 
     async def receive(self) -> ToCoordinator | PeerLost | Broken | TakenOver:
-        """See ``CoordinatorEnd``.
-
-        After ``Failed`` for a refused call, returns only ``PeerLost`` and ``Broken``.
-        """
+        """After ``Failed`` for a refused call, returns only ``PeerLost`` and ``Broken``."""
         while True:
             message: ToCoordinator | Began | PeerLost | Broken | TakenOver | None = None
             with anyio.CancelScope(deadline=self._alarm_s()):

@@ -45,10 +45,10 @@ __all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "Participant
 T = TypeVar("T")
 
 _BACKSTOP_S = 4.0
-"""Extra wait of a rank beyond the coordinator's deadline, in seconds."""
+"""Extra wait of a rank beyond the coordinator's deadline."""
 
 _COMMIT_BACKSTOP_S = 20.0
-"""Additional wait in the commit round, in seconds: the coordinator may look for its commit."""
+"""Additional wait in the commit round: the coordinator may look for its commit."""
 
 
 Aborted: TypeAlias = Callable[[str, Stage, int | None], Failure]
@@ -167,8 +167,8 @@ class CoordinatorActor:
         if isinstance(message, Broken):
             return Failed(0, self._failure(message.reason, 0))
         if self._committer is None and (absence := await self._end.absence()):
-            # Ranks that gave this process up have ended: no round may pass. A committer checks
-            # this itself, right before it commits.
+            # Ranks that gave this process up have ended: no round may pass. A committer checks this
+            # itself, right before it commits.
             return Failed(0, self._failure(absence, 0))
         if isinstance(message, PeerLost):
             reason = explain_loss(message.rank, message.silent_s)
@@ -195,7 +195,7 @@ class ParticipantActor:
 
     Args:
         aborted: Makes the failures of this rank.
-        timeout_s: The coordinator's time limit.
+        timeout_s: The coordinator's.
 
     Attributes:
         stage: Current work of the rank.

@@ -1,11 +1,11 @@
 """Reads ranges wanted by several ranks once: each rank reads pieces and sends them to the others.
 
 Pieces are sent only after every rank has read its own (a round of ``protocol.rounds``), so no rank
-waits for one whose storage has failed. Reading the next round overlaps with sending, and copying a
-piece to its destination with sending the next one.
+waits for one whose storage has failed. Reading the next round, sending, and copying the previous
+piece to its destination overlap.
 
-A cancelled rank leaves in the middle of a round. Each set and turn has its own ``Peers``, so an
-abandoned broadcast cannot be confused with another one.
+Each set and turn has its own ``Peers``: broadcasts abandoned by a cancelled rank are not confused
+with others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from actorsnap.storage.base import RunBlocking
 __all__ = ["NUM_BUFFERS", "Peers", "SharedRange", "SharedReadActor"]
 
 NUM_BUFFERS = 4
-"""Number of buffers: two for the rank's own pieces, of this round and the next; two for others'."""
+"""Two for the rank's own pieces, of this round and the next; two for others'."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

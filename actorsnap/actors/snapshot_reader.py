@@ -44,20 +44,20 @@ logger = Log(__name__)
 T = TypeVar("T")
 
 _MAX_LISTED = 10_000
-"""Maximum number of keys listed to explain why there is no snapshot."""
+"""Keys listed to explain why there is no snapshot."""
 
 
 async def find_commit(storage: Storage, *, folder: str = "") -> Commit | None:
     """Returns the commit object; None if there is none.
 
     Args:
-        folder: Folder below the storage's root.
+        folder: Below the storage's root.
 
     Raises:
         FormatError: The commit object is damaged, or of a newer or another format.
         StorageError: Reading failed.
     """
-    # The first name again: an older snapshot may have been replaced between the two reads.
+    # The first name again: an older snapshot may be replaced between the two reads.
     for key in (*COMMIT_KEYS, COMMIT_KEY):
         commit = await _read_commit(storage, key, folder)
         if commit is not None:
@@ -120,7 +120,7 @@ async def _read_commit(storage: Storage, key: str, folder: str = "") -> Commit |
 async def is_complete(storage: Storage, run_blocking: RunBlocking, attempt: str) -> bool:
     """Returns whether an attempt lacks only a commit object: every rank has stored its manifest.
 
-    If manifests do not record the world size, the manifest of rank 0 suffices.
+    If manifests do not record the world size, rank 0's suffices.
 
     Raises:
         StorageError: Reading or listing failed.
@@ -137,7 +137,7 @@ async def is_complete(storage: Storage, run_blocking: RunBlocking, attempt: str)
 
 
 async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
-    """Returns the result of ``read``. Over a network, retries once: a bit may flip in transit."""
+    """Returns the result of ``read``; over a network, retries once: a bit may flip in transit."""
     if not storage.capabilities.has_blocking_io:
         try:
             return await read()
@@ -150,7 +150,7 @@ class SnapshotReader:
     """Reads the index of a committed snapshot, which may be replaced in the meantime.
 
     Args:
-        attempt: The attempt, if the commit object was read before.
+        attempt: Of the commit object, if read before.
         read_head: Returns the first bytes of a file at the storage's own URL, or None.
     """
 
@@ -199,7 +199,7 @@ class SnapshotReader:
                 raise SnapshotReplaced(url=self.storage.url, is_deleted=commit is None)
 
     async def manifest(self, record: ManifestRecord) -> RankManifest:
-        """Reads the rank manifest named by ``record``.
+        """Reads a rank manifest.
 
         Raises:
             FormatError: It is missing or damaged.

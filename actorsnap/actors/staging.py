@@ -1,7 +1,7 @@
 """The staging actor: turns planned chunks into bytes that are safe to hash and write.
 
-In a blocking save, chunks of contiguous CPU tensors are views of the trainer's memory; worker
-threads copy all others into leased memory first.
+In a blocking save, chunks of contiguous CPU tensors are views of the trainer's memory; threads copy
+all others into leased memory.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from actorsnap.storage.base import RunBlocking
 __all__ = ["StagingActor"]
 
 _MAX_COPIED_BYTES = 48 << 20
-"""Limit of copies in a blocking save, in bytes, besides the budget. Nobody waits for them, so more
-would only use memory."""
+"""Limit of copies in a blocking save, besides the budget. Nobody waits for them: more would only
+use memory.
+"""
 
 
 class StagingActor:
     """Stages the chunks of one rank's plan; see ``Staging``.
 
     Args:
-        leaves: The state.
-        copies: Copy every chunk, so that the trainer may overwrite its tensors as soon as ``run``
-            has returned. False: only chunks that cannot be read in place.
+        copies: Copy every chunk, so that the trainer may overwrite its tensors once ``run`` has
+            returned. False: only chunks that cannot be read in place.
         num_copiers: Chunks that are copied, or wait for a thread, at once.
-        fence: Chooses the next chunk, and is notified of each copied one. None: chunks are copied
-            in the order of storing.
+        fence: Chooses the next chunk, and is notified of each copied one. None: the order of
+            storing applies.
     """
 
     _order: StagingOrder

@@ -1,8 +1,7 @@
 """Progress of a running call, and a record of its actors' work.
 
 A ``ProgressBoard`` holds the latest state only: a slow reader never delays a save. A ``Recorder``
-keeps timings; an unobserved call uses ``NULL_RECORDER``. This module knows no files, and only the
-clock it is given.
+keeps timings; an unobserved call uses ``NULL_RECORDER``. Must not know files or clocks.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ logger = Log(__name__)
 
 
 class Phase(StrEnum):
-    """Phase of a save."""
-
     STAGING = "staging"
     STORING = "storing"
     COMMITTED = "committed"
@@ -133,8 +130,6 @@ class ProgressBoard:
 
 
 class Work(StrEnum):
-    """What an actor does."""
-
     AGREE = "agree"
     CAPTURE = "capture"
     STAGE = "stage"
@@ -156,8 +151,6 @@ class Work(StrEnum):
 
 
 class Wait(StrEnum):
-    """What an actor waits for."""
-
     MEMORY = "wait for memory"
     THREAD = "wait for a thread"
     ROOM = "wait for room"
@@ -175,14 +168,14 @@ _KINDS: dict[str, Kind] = {
 }
 
 _MAX_SPANS = 20_000
-"""Maximum number of spans of a row: some megabytes of memory. Totals continue beyond it."""
+"""Spans of a row: some megabytes of memory. Totals continue beyond it."""
 
 _MIN_WAIT_NS = 20_000
-"""Shortest wait that is recorded as a span, in nanoseconds; shorter ones only count."""
+"""Shortest wait that is recorded as a span; shorter ones only count."""
 
 
 class Span(NamedTuple):
-    """One activity of a row, on ``nbytes`` bytes of the object ``key`` from ``offset``."""
+    """An activity on ``nbytes`` bytes of the object ``key`` from ``offset``."""
 
     kind: Kind
     begin_ns: int
@@ -193,16 +186,12 @@ class Span(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """An event at a moment."""
-
     at_ns: int
     name: str
     details: dict[str, str | int | float]
 
 
 class Sample(NamedTuple):
-    """A quantity at a moment."""
-
     at_ns: int
     name: str
     value: int
@@ -210,7 +199,7 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """Sum of all activities of one kind. Times are nanoseconds of the recorder's clock."""
+    """Sum of all activities of one kind, in times of the recorder's clock."""
 
     begin_ns: int
     count: int = 0
@@ -239,13 +228,13 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 class Row:
     """Sequential activities of one actor. Made by a ``Recorder``.
 
-    A span begins at the end of the previous one, so a call site follows the work it describes. Used
-    by one task, or a thread working for it, at a time.
+    A span begins at the end of the previous one: call sites follow the work they describe. Used by
+    one task, or a thread working for it, at a time.
 
     Attributes:
         name: The actor's name and a number.
         totals: By kind, in order of first use.
-        num_dropped: Spans beyond the maximum, which were only counted.
+        num_dropped: Spans beyond the maximum.
     """
 
     def __init__(self, name: str, clock: Callable[[], int]) -> None:
@@ -378,8 +367,6 @@ class Recorder:
 
 
 class _NullRow(Row):
-    """A row that keeps nothing."""
-
     def __init__(self) -> None:
         super().__init__("", lambda: 0)
 
@@ -396,8 +383,6 @@ class _NullRow(Row):
 
 
 class _NullRecorder(Recorder):
-    """The recorder of an unobserved call: it keeps nothing."""
-
     def __init__(self) -> None:
         super().__init__(lambda: 0)
         self._row = _NullRow()
@@ -416,8 +401,7 @@ class _NullRecorder(Recorder):
         """Does nothing."""
 
     def sample(self, name: str, measure: Callable[[], int]) -> None:
-        """Does nothing; does not even call ``measure``, which may cost microseconds."""
+        """Does not even call ``measure``, which may cost microseconds."""
 
 
 NULL_RECORDER: Final[Recorder] = _NullRecorder()
-"""Recorder of all unobserved calls."""

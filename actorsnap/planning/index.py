@@ -316,7 +316,7 @@ class _Merger:
                     self._entries.setdefault(entry.path, entry)
 
     def _drop_broken_lists(self) -> None:
-        """Drops lists that this rank did not save and that lack an item: later items would move up."""
+        """Drops others' lists that lack an item: later items would move up."""
         lists = {
             entry.path
             for manifest in self._in_order
