@@ -34,7 +34,7 @@ __all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
 
 @async_call
 async def warm_up(nbytes: int, *, options: Options | None = None) -> None:
-    """Prepares this rank for asynchronous saves of ``nbytes``; otherwise the first save is slower.
+    """Prepares this rank for asynchronous saves of ``nbytes``; otherwise the first one is slower.
 
     Touches memory for their copies, up to ``Options.memory_budget_bytes``, and starts the uploader
     process if ``Options.offload`` asks for it.
@@ -51,11 +51,10 @@ class Snapshot:
     """A saved app state at a URL. Creating a handle does no I/O.
 
     A handle refers to its path, even if ``take`` returned it: each call reads the commit object
-    again, and so follows a replacement. If the snapshot is replaced during a call's reads, the call
-    starts over, at most three times (it may call ``state_dict()`` again), and then raises
-    ``SnapshotReplaced``. It also raises that if the snapshot was deleted. ``Options.timeout_s``
-    bounds the reads of each call. Reads into tensors that have reached the operating system are
-    always awaited: they must not finish later.
+    again. If the snapshot is replaced during a call's reads, the call starts over, at most three
+    times (it may call ``state_dict()`` again), and then raises ``SnapshotReplaced``, as for a
+    deleted snapshot. ``Options.timeout_s`` bounds the reads of each call. Reads into tensors that
+    have reached the operating system are always awaited: they must not finish later.
 
     Args:
         path: A local path, ``fs://``, ``memory://`` or the URL of an installed backend.
@@ -105,9 +104,9 @@ class Snapshot:
         """Saves ``app_state``; on return the snapshot is durable and visible.
 
         Calls ``state_dict()`` on every stateful, in sorted key order, in this thread. CPU tensors
-        are written directly from their memory, without a copy: do not change them until this
-        returns. Other tasks of the event loop keep running; if one of them trains, use
-        ``async_take``. Device tensors and non-contiguous tensors are copied through at most 48 MiB.
+        are written directly from their memory: do not change them until this returns. Other tasks
+        of the event loop keep running; if one of them trains, use ``async_take``. Device tensors
+        and non-contiguous tensors are copied through at most 48 MiB.
 
         If a torch.distributed process group is initialised, or torchrun started the process, all
         ranks call this together, in the same order as their other calls. The result is one
@@ -128,8 +127,8 @@ class Snapshot:
             replicated: Globs of paths that are equal on all ranks, for example ``"model/**"``; the
                 same on all ranks. Not needed for sharded tensors and modules in
                 DistributedDataParallel.
-            overwrite: Replace a committed snapshot at ``path``. It stays valid until the new one is
-                committed. Of several pending saves, the one called last remains.
+            overwrite: Replace a committed snapshot at ``path``, which stays valid until the commit.
+                Of several pending saves, the one called last remains.
             resume: Send only data that an earlier save to ``path``, whose processes have died, has
                 not stored, if the storage can verify and copy it server-side (``s3://``,
                 ``gs://``). You assert that no job still saves to ``path``: attempts of other hosts
@@ -153,7 +152,7 @@ class Snapshot:
             SnapshotAborted: Storage failed or time ran out; the cause is chained. Check its
                 ``may_be_committed``.
         Cancellation: The attempt is aborted and its objects deleted before this raises, unless the
-            commit was already under way: then the snapshot is complete.
+        commit was already under way: then the snapshot is complete.
         """
         save = await run_async(
             taking.take(
@@ -197,14 +196,13 @@ class Snapshot:
         """Copies ``app_state`` and returns; storing and committing continue in the background.
 
         The snapshot holds the tensors' values at the call; they may be overwritten after this
-        returns. Copies take as much memory as the state, up to the process's budget
-        (``Options.memory_budget_bytes``). A larger state delays the return until the rest is
-        stored.
+        returns. Copies take as much memory as the state, up to ``Options.memory_budget_bytes`` of
+        the process; a larger state delays the return until the rest is stored.
 
         With ``stage="lazy"`` it returns once everything is copied that code other than an
-        optimizer's step may change. The rest is copied in the background, during forward and
-        backward. The trainer must wait for it with ``PendingSnapshot.guard`` or
-        ``PendingSnapshot.staged``. See ``docs/saving.md``.
+        optimizer's step may change. The rest is copied during forward and backward. The trainer
+        must wait for it with ``PendingSnapshot.guard`` or ``PendingSnapshot.staged``. See
+        ``docs/saving.md``.
 
         Args, Raises and Cancellation: as ``take``. Failures after the return are raised by
         ``PendingSnapshot.wait``.
@@ -243,14 +241,13 @@ class Snapshot:
     ) -> RestoreReport:
         """Reads the snapshot into ``app_state``, in place wherever a tensor fits.
 
-        All ranks of a job call it together, on any number of ranks; it ends in the same way on all
-        of them. ``state_dict()`` and ``load_state_dict()`` are called in sorted key order on every
-        rank, even after one raised, because they may be collective. If ``Options.read_mode``
-        allows, data that several ranks want is read once and passed on among them, over separate
-        connections.
+        All ranks of a job call it together, on any number of ranks; it ends in the same way on all.
+        ``state_dict()`` and ``load_state_dict()`` are called in sorted key order on every rank,
+        even after one raised: they may be collective. If ``Options.read_mode`` allows, data that
+        several ranks want is read once and passed on among them, over separate connections.
 
         ``app_state`` may have fewer keys than the snapshot. Everything is compared before the first
-        byte is read. The comparison depends on the stateful:
+        byte is read, depending on the stateful:
 
         - An ``nn.Module`` must match the snapshot leaf by leaf, in both directions. Its extra state
           is passed to it as saved. If leaves differ and the module adapts its input (it has hooks
@@ -259,24 +256,23 @@ class Snapshot:
           (pipelines).
         - A ``ModelState`` is compared like its module, and its optimizers' tensors must fit. Saved
           state of parameters that have no optimizer state now is left out.
-        - A ``StateDict`` takes the structure of the snapshot. Its additional dict keys are missing,
-          and a tensor with another dtype or shape than the saved one is mismatched. Lists get the
-          saved length.
+        - A ``StateDict`` takes the structure of the snapshot. Its additional dict keys are missing;
+          a tensor with another dtype or shape is mismatched. Lists get the saved length.
         - Other statefuls (optimizers, schedulers) get exactly the saved state. The class of an
           optimizer, also in a ``ModelState``, must be the saved one, which may have moved to
           another module of yours, or your own subclass of it. ``Options.allow_optimizer_change``
           permits others.
 
-        A leaf without a matching tensor is read into a fresh CPU tensor. So is a leaf whose tensor
-        is on the meta device; a module or ``StateDict`` adopts the fresh tensor. A fresh tensor has
+        A leaf without a matching tensor, or with one on the meta device, is read into a fresh CPU
+        tensor; a module or ``StateDict`` adopts it in place of a meta tensor. A fresh tensor has
         the saved memory format (channels last) and a parameter's plain attributes; attributes that
         a module on meta has set on its parameters take precedence. A read-only array is replaced by
         a writable one.
 
         A plain tensor receives the whole of a tensor that ranks divided. A DTensor or ShardedTensor
         receives the part that this process holds, whatever mesh saved it, also from a plain tensor.
-        It is never replaced: its dtype and global shape must be those of the snapshot. An optimizer
-        of such parameters must already have its state (``prime_optimizer``).
+        It is never replaced: its dtype and global shape must be the saved ones. An optimizer of
+        such parameters must already have its state (``prime_optimizer``).
 
         Leaves that are neither sharded nor replicated are private: the rank that saved one gets it
         back. A rank that did not save gets the private leaves that all ranks saved with equal
@@ -322,10 +318,7 @@ class Snapshot:
     ) -> RestorePlan:
         """Reports the reads of a ``restore`` and the leaves that do not fit; changes nothing.
 
-        All ranks of a job call it together, as ``restore``.
-
-        Args:
-            app_state, group, store: See ``restore``.
+        All ranks of a job call it together. Arguments as for ``restore``.
 
         Raises:
             UsageError, NotASnapshot, FormatError, StorageError, MemoryError, RestoreAborted: See
@@ -343,7 +336,7 @@ class Snapshot:
         """Reads one leaf, or everything below a path.
 
         Args:
-            path: ``"3/model/layer.weight"`` as rank 3 sees it; without a rank, as rank 0 sees it.
+            path: ``"3/model/layer.weight"`` as rank 3 sees it; without a rank, as rank 0 does.
                 Every rank sees a sharded tensor whole. Parts of a leaf
                 (``"0/model/sparse@indices"``) and single shards cannot be read.
             out: A tensor or array of the same dtype and shape to read into, on any device. A
@@ -357,8 +350,8 @@ class Snapshot:
 
         Returns:
             ``out``, or the value. Tensors are fresh, on the CPU, in the saved memory format
-            (channels last); parameters have their plain attributes. A view of a larger tensor has
-            only its own bytes.
+                (channels last); parameters have their plain attributes. A view has only its own
+                bytes.
 
         Raises:
             UsageError: No such path; names similar ones, or the ranks that have it.
@@ -373,7 +366,7 @@ class Snapshot:
     async def get_manifest(self) -> dict[str, Entry]:
         """Returns every entry by ``"<rank>/<path>"``.
 
-        If one rank stored several shards of a tensor, they are named ``"<rank>/<path>@<offsets>"``.
+        Several shards of a tensor that one rank stored are named ``"<rank>/<path>@<offsets>"``.
 
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
@@ -382,9 +375,9 @@ class Snapshot:
 
     @async_call
     async def get_state_dict_for_key(self, key: str) -> Any:
-        """Returns the state dict saved under the top-level ``key``, with fresh CPU tensors.
+        """Returns rank 0's view of the state dict saved under ``key``, with fresh CPU tensors.
 
-        It is rank 0's view; sharded tensors are whole.
+        Sharded tensors are whole.
 
         Raises:
             UsageError: No such key; names the existing keys, or the ranks that have it.
@@ -421,8 +414,8 @@ class Snapshot:
         Args:
             level: ``"quick"`` reads the index and checks the sizes of objects. ``"full"`` also
                 compares every byte with its checksum, and reports entries that a restore would
-                refuse. It builds long values, arrays, sparse and quantized tensors one at a time,
-                so it needs memory for the largest. Pickled leaves are not unpickled.
+                refuse. It needs memory for the largest of the long values, arrays, sparse and
+                quantized tensors, which it builds one at a time. Pickled leaves are not unpickled.
 
         Raises:
             NotASnapshot, FormatError: There is no readable commit object. Other damage is in the
@@ -444,20 +437,20 @@ class Snapshot:
         """Copies the snapshot to another place, in any storage.
 
         The copy has the same objects, byte for byte, and is committed last. Every byte is compared
-        with its checksum on the way, and at most ``Options.memory_budget_bytes`` are in flight.
-        Objects that an interrupted copy completed at ``path`` are not sent again. Attempts running
-        at ``path`` are not disturbed; garbage there is deleted after the commit, as in ``take``. If
-        the same snapshot is already committed at ``path``, nothing is done.
+        with its checksum, and at most ``Options.memory_budget_bytes`` are in flight. Objects that
+        an interrupted copy completed at ``path`` are not sent again. Attempts running at ``path``
+        are not disturbed; garbage there is deleted after the commit, as in ``take``. If the same
+        snapshot is already committed there, nothing is done.
 
         The handle's ``Options`` apply to both sides; ``timeout_s`` bounds the whole copy.
 
         Args:
             path: The destination.
-            overwrite: Replace another committed snapshot at ``path``. It stays valid until the copy
-                is committed.
+            overwrite: Replace another committed snapshot at ``path``, which stays valid until the
+                commit.
             storage_options: Options for the backend of ``path``.
-            on_event: Called for each step, on a worker thread, one call at a time. An error that it
-                raises ends the copy.
+            on_event: Called for each step, on a worker thread, one call at a time. Its error ends
+                the copy.
 
         Raises:
             UsageError: A bad path or option.
@@ -468,8 +461,7 @@ class Snapshot:
             StorageError: Reading or writing failed (the message says which), or another copy of the
                 snapshot to ``path`` is under way. Nothing was committed, unless the commit itself
                 was not answered.
-        Cancellation: Nothing is committed, or the copy is complete. Leftovers are garbage that the
-            next copy reuses.
+        Cancellation: Nothing is committed, or the copy is complete. The next copy reuses leftovers.
         """
         to = validation.make_location(path, storage_options)
         validation.check_flag("overwrite", overwrite)
@@ -484,24 +476,23 @@ class Snapshot:
         force: bool = False,
         replace_damaged: bool = False,
     ) -> RecoverReport:
-        """Writes a lost or damaged commit object again.
+        """Writes a lost or damaged commit object again, for example after a copy without hidden
+        files.
 
-        For example, after a copy without hidden files. Everything else must exist: all rank
-        manifests are read, and every byte of data is compared with its checksum before anything is
-        written. The recovered snapshot is the same, except that ``created`` is the start of the
-        attempt. The durability of the copied files after a power loss depends on the program that
-        copied them.
+        Everything else must exist: all rank manifests are read, and every byte of data is compared
+        with its checksum before anything is written. The recovered snapshot is the same, except
+        that ``created`` is the start of the attempt. The durability of copied files after a power
+        loss depends on the program that copied them.
 
         Call it in one process, while nobody saves to the path.
 
         Args:
             attempt: Name of the folder, if several attempts are complete.
             world_size: Number of ranks that saved it. Needed, and used, only if an older release
-                saved it without recording the number; its metadata is lost.
+                saved it without the number; its metadata is lost.
             force: Also recover an attempt that may still be saved or copied: by a running process
                 of this host, or from another host within the last 24 hours.
-            replace_damaged: Replace a damaged commit object. It may have named another attempt than
-                the recovered one.
+            replace_damaged: Replace a damaged commit object, which may have named another attempt.
 
         Raises:
             UsageError: A bad argument; or several attempts are complete, the world size is needed,
@@ -539,8 +530,8 @@ class Snapshot:
 class PendingSnapshot:
     """A save in progress. Await it, or poll ``done()``.
 
-    Dropping the handle does not stop the save; a failure is then logged as an error.
-    ``Options.at_exit`` chooses between waiting and aborting at interpreter exit.
+    Dropping the handle does not stop the save; a failure is then logged as an error. At interpreter
+    exit ``Options.at_exit`` applies.
     """
 
     def __init__(self, save: Save) -> None:
@@ -570,8 +561,7 @@ class PendingSnapshot:
         For lazily staged saves; others never wait. The wait blocks the thread of the step before
         anything is changed. Tensors that a step waits for are copied first, the others in the order
         of the guarded optimizers. The hooks remove themselves after the first step that finds
-        everything copied or the save ended. A failed save does not affect the step; ``wait`` raises
-        its error.
+        everything copied or the save ended. A failed save does not affect the step.
 
         Args:
             optimizers: ``torch.optim.Optimizer`` instances that train the saved tensors.
@@ -585,7 +575,7 @@ class PendingSnapshot:
         return taking.guard(self._save, optimizers)
 
     def done(self) -> bool:
-        """Returns whether the outcome is known; ``wait`` then returns at once."""
+        """Returns whether the outcome is known."""
         return self._save.is_done()
 
     @async_call

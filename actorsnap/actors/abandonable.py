@@ -1,9 +1,9 @@
 """Runs a call's work in a storage that may hang, and stops waiting for it on cancellation.
 
-A thread inside a system call cannot be stopped: a write to a dead NFS server may never return. Each
-such step is an errand, a separate task, and a cancelled caller waits for it only for a grace
-period. An abandoned errand keeps leased memory and descriptors until its threads return. This is
-safe for steps that do not write to the caller's memory; reads into tensors are always awaited.
+A thread in a system call cannot be stopped: a write to a dead NFS server may never return. So each
+step is an errand, a separate task. An abandoned errand keeps leased memory and descriptors until
+its threads return. Safe for steps that do not write to the caller's memory; reads into tensors are
+always awaited.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ logger = Log(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 2.0
-"""For a cancelled step: enough for a healthy storage."""
-
 _CLEANUP_S = 30.0
 """Limit of a clean-up; after the call's deadline only the grace period."""
 
@@ -40,8 +38,7 @@ class AbandonableTasks:
 
     Args:
         tasks: Ends when the last errand has returned.
-        run_cpu: Runs blocking calls that move bytes; None: ``run_blocking``.
-        label: Names the call in messages.
+        run_cpu: Runs calls that move bytes; None: ``run_blocking``.
         on_retry: See ``StorageContext``.
         deadline: The loop's time at which the call, clean-up included, has to end.
     """
@@ -99,12 +96,10 @@ class AbandonableTasks:
     async def run(self, step: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Awaits ``step(*args)`` in a separate task.
 
-        Raises:
-            Exception: Raised by the step.
         Cancellation: Cancels the step and waits for the grace period. A step that completes within
         it is not cancelled; one that hangs is abandoned with a warning.
         """
-        scope = anyio.CancelScope(shield=True)  # cancelled by the waiting caller only
+        scope = anyio.CancelScope(shield=True)  # cancelled by the caller only
         ended = anyio.Event()
         results: list[T] = []
         errors: list[Exception] = []
@@ -193,12 +188,11 @@ class AbandonableTasks:
     async def _tidy(self, step: Callable[[], Awaitable[None]], left: str) -> None:
         try:
             await step()
-        except Exception:  # any error of a backend
+        except Exception:  # any error
             logger.warning("%s: %s", self._label, left, exc_info=True)
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Returns the first exception of nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

@@ -1,11 +1,9 @@
 """A first-in-first-out byte budget, shared by all snapshots of a process.
 
-Requests are admitted strictly in order, so small ones do not starve a large one. A request larger
-than the budget is admitted when nothing else is leased.
-
-Except for staging, the first lease of each purpose may exceed the limit: a save whose storage hangs
-may hold the whole budget, and restores must not wait for its deadline; staged memory is only freed
-by storing, which may need memory. A task that waits for such a lease may hold one for an earlier
+Strictly in order, so small requests do not starve a large one. One larger than the budget is
+admitted when nothing else is leased. Except for staging, the first lease of each purpose may exceed
+the limit: restores must not wait for a save whose storage hangs, and staged memory is only freed by
+storing, which may need memory. A task that waits for such a lease may hold one for an earlier
 purpose in ``Purpose``, and no other.
 """
 
@@ -33,8 +31,6 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetStatistics:
-    """Bytes leased now, their limit and peak, and the number of waiting requests."""
-
     leased_bytes: int
     limit_bytes: int
     peak_bytes: int
@@ -49,13 +45,7 @@ class _Waiter:
 
 
 class Lease:
-    """The right to ``nbytes`` of memory, and the memory itself.
-
-    Released once; releasing twice is harmless.
-
-    Attributes:
-        on_release: Called once on release, if set.
-    """
+    """The right to ``nbytes`` of memory, and the memory. Releasing it twice is harmless."""
 
     __slots__ = ("_budget", "_purpose", "nbytes", "on_release", "view")
 
@@ -133,7 +123,6 @@ class Budget:
         )
 
     def would_wait(self, nbytes: int) -> bool:
-        """Returns whether ``lease(nbytes)`` would wait now."""
         return bool(self._waiters) or not self._fits(nbytes)
 
     async def lease(self, nbytes: int, purpose: Purpose = Purpose.STAGING) -> Lease:

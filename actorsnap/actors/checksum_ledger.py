@@ -51,11 +51,9 @@ class ChecksumLedger:
         return self._block_bytes[item]
 
     def itemsizes(self, staged: StagedChunk) -> list[int]:
-        """Returns the item size of each piece of a chunk, in bytes."""
         return [self._items[piece.item].itemsize for piece in staged.pieces]
 
     def record_chunk(self, chunk: StoredChunk) -> None:
-        """Records how a chunk of a compressed object was stored."""
         self._chunks[chunk.start] = chunk
 
     def record(self, staged: StagedChunk, checksums: Sequence[int]) -> None:
@@ -75,7 +73,7 @@ class ChecksumLedger:
             )
 
     def stored(self, item: int, number: int) -> Stored:
-        """Returns the location of an item, in object number ``number`` of the rank manifest."""
+        """Returns the location of an item, in object ``number`` of the rank manifest."""
         values = tuple(self._values[self._first[item] : self._first[item + 1]])
         assert None not in values, "a block was never hashed"
         return Stored(number, self.plan.starts[item], self.plan.ends[item], values)  # type: ignore[arg-type]

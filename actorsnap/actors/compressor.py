@@ -1,7 +1,7 @@
-"""Compresses staged chunks and stores each as a separate object.
+"""Compresses staged chunks and stores each as a separate object (``docs/format.md``).
 
-Implements the writer's side of ``docs/format.md`` ("Compressed data object"). Threads compress a
-chunk in short turns, into leased memory. A chunk that does not shrink is stored uncompressed.
+Threads compress a chunk in short turns, into leased memory. A chunk that does not shrink is stored
+uncompressed.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
 __all__ = ["CompressedObject", "CompressedStore", "shrinks"]
 
 _TURN_S = 0.05
-"""Seconds for which a thread compresses one chunk before it yields to others."""
+"""After these a thread yields to other chunks."""
 
 _MIN_SAVED = 1 / 32
-"""Smallest part of a chunk that compression must save to be worth decompressing."""
+"""Smallest saving that is worth decompressing, as a part of the chunk."""
 
 _TRIAL_FRAMES = 4
 """Frames after which a chunk that does not shrink is stored uncompressed."""
@@ -48,13 +48,13 @@ class CompressedObject(ObjectWriter):
         raise AssertionError("each chunk is an object of its own")
 
     async def complete(self) -> None:
-        """Nothing to do."""
+        """Nothing."""
 
     async def release(self) -> None:
-        """Nothing to do."""
+        """Nothing."""
 
     async def abort(self) -> None:
-        """Nothing to do."""
+        """Nothing."""
 
 
 class CompressedStore:
@@ -93,13 +93,7 @@ class CompressedStore:
     ) -> StoredChunk:
         """Stores the chunk of the object ``key`` that begins at byte ``start``.
 
-        Args:
-            views: The chunk's bytes.
-            itemsizes: Bytes, per view.
-            checksum: CRC32C of all views.
 
-        Raises:
-            StorageError: Storing failed.
         Cancellation: A turn that a thread has begun ends first.
         """
         nbytes = sum(map(len, views))
@@ -165,7 +159,6 @@ class _Packing:
     Attributes:
         done: Processed bytes of the chunk.
         frames: Stored sizes; empty in the end if the chunk does not shrink.
-        size: Sum of ``frames``.
         checksum: CRC32C of the frames.
     """
 
@@ -185,7 +178,6 @@ class _Packing:
         self.checksum = 0
 
     def compress_turn(self) -> bool:
-        """Returns whether more is left."""
         end_s = time.monotonic() + _TURN_S
         for source, width in self._sources:
             head, body = pack_frame(source, width=width, codec=self._codec)

@@ -1,7 +1,7 @@
 """Keeps steps of the trainer from changing state that lazy staging has not copied yet.
 
-The staging actor takes chunks from the fence and reports copied ones, on the runtime's loop. A
-trainer's thread waits for a ``Watch``. ``planning.lazy_order`` decides the order.
+A trainer's thread waits for a ``Watch``; all else runs on the runtime's loop.
+``planning.lazy_order`` decides the order of copies.
 """
 
 from __future__ import annotations
@@ -41,10 +41,6 @@ class Watch:
 class Fence:
     """Uncopied state of one rank. On the runtime's loop, except ``is_open`` and ``lazy``.
 
-    Args:
-        lazy: The leaves that are staged lazily.
-        leaves: All leaves, for their paths.
-
     Attributes:
         is_open: Nobody has to wait any more.
         on_eager_staged: Called, perhaps repeatedly, when everything but the lazy part is copied.
@@ -73,7 +69,6 @@ class Fence:
 
     @property
     def has_eager_left(self) -> bool:
-        """Whether any of these leaves is not copied yet."""
         return self.has_eager if self._backlog is None else self._backlog.has_eager_left
 
     def watch(self, watch: Watch) -> None:
@@ -97,7 +92,6 @@ class Fence:
         self._wake_copiers()
 
     def open(self) -> None:
-        """Releases all waiters: copying has finished or was abandoned."""
         self.is_open = True
         for watch in self._watches:
             watch.passed.set()
@@ -105,7 +99,6 @@ class Fence:
         self.lazy.release()
 
     def plan(self, objects: Sequence[ObjectPlan], chunks: Sequence[Chunk]) -> None:
-        """Sets the chunks that this rank copies."""
         self._has_news = anyio.Event()
         self._chunks = chunks
         self._numbers = {(chunk.object, chunk.index): n for n, chunk in enumerate(chunks)}
@@ -156,10 +149,10 @@ class Fence:
             self._wake_copiers()
 
     def check(self) -> None:
-        """Checks leaves again that no watch has released: a write may have been in progress.
+        """Checks again the leaves that no watch has released.
 
         Raises:
-            StateChanged: There was one.
+            StateChanged: A write may have been in progress.
         """
         self._check(self._staged - self._passed)
 

@@ -33,15 +33,10 @@ _MAX_NAMED = 4
 """Leaves that an error names."""
 
 _TURN_BYTES = 64 << 20
-"""Bytes that one thread reads before it yields to others."""
 
 
 class RangeRequest:
-    """Stored bytes of one leaf, and their destination.
-
-    Args:
-        index: The index that ``stored.object`` refers to.
-    """
+    """Stored bytes of one leaf, and their destination; ``index``: of ``stored.object``."""
 
     __slots__ = ("index", "key", "sink", "stored")
 
@@ -75,7 +70,6 @@ class FetcherPool:
 
     Args:
         chunk_bytes, max_gap_bytes: See ``planning.restore.plan_reads``.
-        num_fetchers: Reads in flight.
         budget: Lends memory for leaves that cannot be read in place.
     """
 
@@ -143,7 +137,6 @@ class FetcherPool:
             finally:
                 has_ended = True
 
-        # Threads may share iterators of lists.
         in_place_left, others_left = iter(in_place), iter(others)
         num_reads = len(in_place) + len(others)
         async with anyio.create_task_group() as outer:
@@ -267,7 +260,7 @@ class FetcherPool:
         then: Callable[[], None] | None,
         row: Row,
     ) -> None:
-        """Fills ``views`` from byte ``offset`` on; then calls ``then`` on a worker thread."""
+        """As ``_fill``, from byte ``offset`` on."""
         nbytes = sum(map(len, views))
 
         def read_and_go_on() -> None:
@@ -354,7 +347,7 @@ def _verify_all(targets: Sequence[_Target]) -> None:
 
 def _verify(request: RangeRequest, start: int, view: memoryview) -> None:
     stored = request.stored
-    # A single block covers the whole view: the usual case with many leaves.
+    # Usual with many leaves: a single block covers the view.
     block_bytes = stored.block_bytes if len(stored.crc32c) > 1 else MAX_BLOCK_BYTES
     number = start // block_bytes
     found = block_checksums(view, block_bytes)
@@ -399,11 +392,7 @@ def _decompress(
     into: _Window,
     row: Row,
 ) -> None:
-    """Fills ``into`` from the frames of an extent.
-
-    Raises:
-        ChecksumMismatch: A frame is damaged; names the leaves concerned.
-    """
+    """Fills ``into`` from the frames of an extent."""
     row.note(Wait.THREAD)
     unpacker = Unpacker(extent.key)
     scratch = memoryview(b"")

@@ -52,8 +52,6 @@ class RankObjects:
     async def open(self) -> tuple[Token, ...]:
         """Opens this rank's own objects; returns the tokens of those that others join.
 
-        Raises:
-            StorageError: One could not be opened.
         Cancellation: Open objects stay open until ``delete``.
         """
         opens = [number for number, plan in enumerate(self.plans) if plan.opens]
@@ -79,11 +77,7 @@ class RankObjects:
         self._opened[number].set()
 
     async def join(self, tokens: Sequence[Token]) -> None:
-        """Opens objects of other ranks.
-
-        Raises:
-            StorageError: One could not be opened.
-        """
+        """Opens objects of other ranks."""
         for key, token in [each.opened(self.attempt) for each in tokens]:
             number = self._number_of[key]
             try:
@@ -103,7 +97,6 @@ class RankObjects:
             self._opened[number].set()
 
     async def writer_of(self, number: int) -> ObjectWriter:
-        """Returns the object's writer, once open."""
         await self._opened[number].wait()
         return self._writers[number]
 
@@ -125,11 +118,7 @@ class RankObjects:
         await self.storage.put(key, [memoryview(data)])
 
     async def delete(self) -> None:
-        """Deletes the objects that this rank opened or put; aborts those that it joined.
-
-        Raises:
-            StorageError: Some objects remain.
-        """
+        """Deletes the objects that this rank opened or put; aborts those that it joined."""
         for number, writer in self._writers.items():
             if number not in self._ended:
                 await writer.abort()

@@ -13,8 +13,6 @@ __all__ = ["Pace"]
 
 
 class Pace:
-    """The pace of all uploaders of a process. On one event loop only."""
-
     def __init__(self) -> None:
         self._bursts = Bursts()
         self._changed = anyio.Event()

@@ -1,8 +1,7 @@
 """One rank's part in one save, from its inventory to the outcome.
 
-``Saver._save`` is the script: the rank joins, opens its objects, moves bytes from staging to the
-uploaders over one bounded stream, completes the objects, and stores its manifest. ``protocol.save``
-defines the rounds in between.
+``Saver._save`` is the script; bytes move from staging to the uploaders over one bounded stream.
+``protocol.save`` defines the rounds.
 """
 
 from __future__ import annotations
@@ -75,10 +74,6 @@ class SaveSettings:
         copies: Copy all bytes before storing them, so that the trainer may continue.
         num_uploaders: Chunks hashed and written at once.
         num_threads: Threads that compress a chunk.
-        timeout_s: The coordinator's.
-        pace: See ``UploaderActor``.
-        max_compressed_bytes: See ``CompressedStore``.
-        release: The release that the rank reports.
     """
 
     copies: bool
@@ -110,7 +105,6 @@ class Saver:
 
     Args:
         captured: The rank's state; a ``Failure``: this rank only reports it.
-        end: The transport's end of this rank.
         open_storage: Opens the location that the coordinator names; the caller owns the storage.
         errands: Runs all work of this rank that may hang.
         remembered: The plan of the group's last save, with its digest.
@@ -152,7 +146,6 @@ class Saver:
         # Why the work ends: the first reason counts.
         self._failure: Failure | None = captured if isinstance(captured, Failure) else None
         self._has_stopped = False
-        # None until the rank has its part of the plan.
         self._objects: RankObjects | None = None
 
     def request_cancel(self, reason: str) -> None:
@@ -196,7 +189,7 @@ class Saver:
 
     @contextmanager
     def _during(self, stage: Stage, key: str | None = None) -> Iterator[None]:
-        """Records the stage and object of an error. The first error ends the work."""
+        """Records the stage and object of an error, which ends the work."""
         try:
             yield
         except BaseException as error:
@@ -206,7 +199,7 @@ class Saver:
     def _note_failure(self, error: BaseException, stage: Stage, key: str | None) -> None:
         if ends_this_task(error):
             raise error
-        # An error that a round raises at the end of the call is the outcome, not a failure here.
+        # An error raised by a round at the end of the call is the outcome.
         if self._failure is None and not self._rounds.is_over:
             self._failure = self._failure_of(first_error(error), stage, key)
         # A sibling may hang in the storage: it is abandoned.
@@ -333,11 +326,11 @@ class Saver:
             with staged_out:
                 release_leases(staged_out)
         if not copies:
-            # The trainer's own memory was read until the last write.
+            # The trainer's own memory was read until now.
             self._announce_staged()
 
     async def _release_when_stopped(self, staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
-        """Releases staged chunks if the work stops while a write hangs."""
+        """The work may stop while a write hangs."""
         try:
             await anyio.sleep_forever()
         finally:
@@ -428,7 +421,6 @@ class Saver:
         return plans
 
     async def _look_for_commit(self, failure: Failure) -> Failure | None:
-        """Looks in the storage: the coordinator is gone and may have committed."""
         objects = self._objects
         assert objects is not None
         if await is_committed(objects.storage, self._errands, objects.attempt):

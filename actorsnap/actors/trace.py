@@ -48,13 +48,12 @@ class Phase(StrEnum):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """A state of a save on this rank. Counters are bytes and never decrease.
+    """A state of a save on this rank. Counters are bytes before compression and never decrease.
 
     Attributes:
         phase: ``staging`` until the trainer may overwrite its tensors, then ``storing``; finally
             ``committed`` or ``aborted``.
         total_bytes: Bytes that this rank stores, headers included; 0 until planned.
-        staged_bytes, hashed_bytes, stored_bytes: Done so far, before compression.
     """
 
     phase: Phase = Phase.STAGING
@@ -112,11 +111,9 @@ class ProgressBoard:
         )
 
     def show(self, progress: Progress) -> None:
-        """Copies the state of another board of the same save."""
         self._change(**msgspec.structs.asdict(progress))
 
     def enter(self, phase: Phase) -> None:
-        """Enters ``phase``, unless the save has ended."""
         if not self._latest.is_last:
             logger.debug("%s: %s", self.label, phase)
             self._change(phase=phase)
@@ -199,8 +196,6 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """Sum of all activities of one kind, in times of the recorder's clock."""
-
     begin_ns: int
     count: int = 0
     nbytes: int = 0
@@ -209,8 +204,6 @@ class Totals:
 
 
 class RowRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A ``Row``; kinds are strings."""
-
     name: str
     spans: Sequence[tuple[str, int, int, str, int, int]]
     totals: dict[str, Totals]
@@ -230,11 +223,6 @@ class Row:
 
     A span begins at the end of the previous one: call sites follow the work they describe. Used by
     one task, or a thread working for it, at a time.
-
-    Attributes:
-        name: The actor's name and a number.
-        totals: By kind, in order of first use.
-        num_dropped: Spans beyond the maximum.
     """
 
     def __init__(self, name: str, clock: Callable[[], int]) -> None:
@@ -286,11 +274,6 @@ class Recorder:
 
     Args:
         clock: Returns nanoseconds; the same for all processes of a machine.
-
-    Attributes:
-        begin_ns: Time of creation.
-        rows: In order of first use.
-        marks, samples: In order of arrival.
     """
 
     def __init__(self, clock: Callable[[], int]) -> None:
@@ -303,7 +286,6 @@ class Recorder:
         self._num: dict[str, int] = {}
 
     def add_row(self, actor: str) -> Row:
-        """Returns a new row, for the whole call."""
         number = self._num.get(actor, 0)
         self._num[actor] = number + 1
         row = Row(f"{actor} {number}", self._clock)
@@ -338,7 +320,6 @@ class Recorder:
         return Record(rows, list(self.marks), list(self.samples))
 
     def adopt(self, record: Record) -> None:
-        """Adds the content of another recorder on this machine."""
         for given in record.rows:
             row = Row(given.name, self._clock)
             row.spans = [Span(_KINDS[span[0]], *span[1:]) for span in given.spans]
@@ -349,7 +330,7 @@ class Recorder:
         self.samples += record.samples
 
     def clear(self) -> None:
-        """Releases all content, even if the recorder itself is kept."""
+        """Releases all content."""
         self.rows.clear()
         self.marks.clear()
         self.samples.clear()

@@ -33,13 +33,10 @@ class UploaderActor:
     """Stores chunks until the stream ends.
 
     Args:
-        chunks: A clone of the stream of staged chunks.
-        ledgers: Per object, the receiver of its checksums.
         begin: Nothing is stored before this is set.
         report: Called with the object's number after each chunk.
         is_stopped: Returns whether to give up; called between two blocks, on any thread.
-        pace: None: no limit.
-        compressed: Stores chunks of compressed objects; None for plain ones.
+        pace, compressed: None for no limit, and for plain objects.
     """
 
     def __init__(
@@ -68,7 +65,9 @@ class UploaderActor:
         self._compressed = compressed
 
     async def run(self) -> None:
-        """Raises:
+        """Stores chunks.
+
+        Raises:
             StorageError: A write failed; the chunk's lease is released.
         Cancellation: As for a failure; a block that a worker thread writes ends first.
         """

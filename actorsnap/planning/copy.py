@@ -1,8 +1,7 @@
 """Plans the copy of a snapshot: its objects, their order and writes, and the bytes to reuse.
 
-A copy has the same objects, byte for byte, written in the order of ``docs/format.md`` ("Write
-order"). Writes are cut between spans whose checksums are in the source's manifests. Must not know
-storages.
+A copy has the same objects, byte for byte, written in the order of ``docs/format.md``. Writes are
+cut between spans with known checksums. Must not know storages.
 """
 
 from __future__ import annotations
@@ -49,7 +48,6 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An object to copy.
 
     Attributes:
-        size: In bytes.
         head: The header of a data object; all of a chunk or a rank manifest.
         data: The leaves' bytes after the head, rising and without gaps.
     """
@@ -71,12 +69,7 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects of a snapshot, except the commit object.
-
-    Attributes:
-        data: Data objects or their chunks, each once.
-        manifests: Written after all data objects are complete.
-    """
+    """The objects of a snapshot, except the commit object; manifests are written last."""
 
     data: tuple[ObjectCopy, ...]
     manifests: tuple[ObjectCopy, ...]
@@ -125,7 +118,6 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
 
 
 def _chunk_objects(record: ObjectRecord, chunks: Collection[StoredChunk]) -> list[ObjectCopy]:
-    """Returns a compressed object's chunks, which are copied without decoding."""
     return [
         ObjectCopy(
             key=chunk_key(record.key, chunk.start),
@@ -173,7 +165,7 @@ def split_writes(
 
 
 class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects that an interrupted copy left at the destination.
+    """What an interrupted copy left at the destination.
 
     Attributes:
         complete: Keys of objects that may be kept if their bytes are right.

@@ -28,7 +28,6 @@ def collectable(
     Callers must read the commit object *after* this call, or they could miss a commit.
 
     Args:
-        attempts: Attempt folders found.
         now_s: Since the epoch.
         host: This host and process namespace, as in attempt names.
         may_run: Whether an attempt of this host may still be under way.
@@ -67,11 +66,6 @@ def resumable(
     """Returns the attempts whose objects a resumed save may use, newest first.
 
     Includes those of other hosts: the caller asserts that their job is gone.
-
-    Args:
-        attempts: Attempt folders found.
-        host, may_run: See ``collectable``.
-        committed: The attempt that the commit object names; excluded.
     """
     found = [attempt for name in attempts if (attempt := Attempt.parse(name)) is not None]
     dead = [each for each in found if each.host != host or not may_run(each)]

@@ -1,12 +1,10 @@
-"""One rank's view of a snapshot, merged from the manifests of all ranks that saved.
-
-Implements the rules for shards and ``replicated`` of ``docs/format.md`` ("Entries"). Must not know
-restore targets or how bytes are read.
+"""One rank's view of a snapshot, merged from the manifests of all ranks (``docs/format.md``).
 
 All ranks may read shards (joined by path), ``replicated`` entries and everything in a snapshot of
 one rank. Other leaves are private: rank k gets those that rank k saved. A rank outside the saved
 world gets rank 0's containers and the private leaves that all ranks saved with equal content, so
-that no step counter is lost when the world grows.
+that no step counter is lost when the world grows. Must not know restore targets or how bytes are
+read.
 """
 
 from __future__ import annotations
@@ -51,11 +49,7 @@ __all__ = [
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
-    """A box of a tensor and its stored bytes.
-
-    ``is_disputed``: it is the reader's own, other ranks stored other elements under this path, and
-    it may fill only an equal box.
-    """
+    """``is_disputed``: others stored other elements; it may fill only an equal box."""
 
     box: Box
     data: Stored
@@ -88,9 +82,8 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         world_size: Number of ranks that saved.
-        objects: The list that ``Stored.object`` indexes.
         entries: In traversal order.
-        held_by_other_ranks: Paths of leaves that are private to other ranks, with those ranks.
+        held_by_other_ranks: Paths of others' private leaves, with those ranks.
         optimizers: See ``RankManifest``; the rank's own values win, then the lowest rank's.
     """
 
@@ -104,9 +97,6 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
 def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
     """Returns the view of one rank, which need not have saved.
-
-    Args:
-        manifests: Of all ranks that saved, by rank.
 
     Raises:
         FormatError: Shards of one path belong to different tensors.
@@ -159,7 +149,6 @@ def named_entries(manifest: RankManifest) -> dict[str, Entry]:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Formats ranks for messages; shows the first 16."""
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
@@ -197,7 +186,7 @@ class _Merger:
         self._template = manifests[0] if self._own is None else self._own
         others = [each for each in manifests.values() if each is not self._template]
         self._in_order = [self._template, *others]
-        # Objects are numbered in this order, so the template's entries stay unchanged.
+        # So the template's entries stay unchanged.
         self._records = list(self._template.objects)
         self._numbers = {record.part: number for number, record in enumerate(self._records)}
         own_entries = () if self._own is None else self._own.entries
@@ -338,7 +327,7 @@ class _Merger:
                     self._private.setdefault(path, list(self._manifests))
 
     def _add_containers(self) -> None:
-        """Adds the containers of the entries; for a rank that did not save, also empty ones."""
+        """For a rank that did not save, also empty ones."""
         needed = {parent for path in self._entries for parent in _ancestors(path)}
         if self._own is None:
             entries = self._template.entries
@@ -413,7 +402,7 @@ def _closure(path: str, entries: Mapping[str, Entry]) -> list[Entry]:
 
 
 def _content(path: str, entries: Mapping[str, Entry]) -> list[Any]:
-    """Returns a value that is equal if two ranks' leaves are (and, but for CRC32C, only then)."""
+    """Returns equal values for equal leaves (and, but for CRC32C, only for those)."""
     return [
         # Without the place in the storage.
         msgspec.structs.replace(

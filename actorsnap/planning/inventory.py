@@ -1,8 +1,7 @@
 """A rank's inventory, and checks that ranks agree about sharded tensors.
 
-A *scope* is a list of items that several ranks hold. Inventories name it by a digest; the list is
-sent once. Private items are not named. Meshes, DistributedDataParallel and the caller declare which
-items are equal; contents are not compared.
+A *scope* is a list of items that several ranks hold; inventories name it by a digest. Private items
+are not named. Contents are not compared.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = [
 ]
 
 _DIGEST_BYTES = 12
-"""Every rank sends two digests per save, and ranks are not adversaries."""
+"""Every rank sends two per save; ranks are not adversaries."""
 
 _MAX_LINES = 50
 """Limit of an error message, which goes to every rank."""
@@ -43,10 +42,8 @@ class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Items that a rank holds together with other ranks, with equal values.
 
     Attributes:
-        ranks: The holders, rising. Each lists this scope, perhaps with other items. None: all ranks
-            of the job; a rank that lists no such scope has no such items.
-        digest: Of the item list.
-        nbytes: Of the items.
+        ranks: The holders, rising. Each lists this scope, perhaps with other items. None: all
+            ranks; one that lists no such scope has no such items.
     """
 
     ranks: tuple[int, ...] | None
@@ -59,7 +56,6 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         private_bytes: Bytes of the items in no scope.
-        globs: The caller's ``replicated`` patterns.
         sharded: Digest of the rank's ``Sharded`` list; empty if the list is empty.
     """
 
@@ -108,9 +104,7 @@ def build_inventory(
     """Returns a rank's inventory, and the item lists of its scopes by digest.
 
     Args:
-        items: All items of the rank.
-        scopes: Per scope, its ranks and the indices of its items. Other items are private.
-        globs: The caller's ``replicated`` patterns.
+        scopes: Per scope, its ranks and the indices of its items.
         sharded: The tensors that the rank holds a part of, including empty parts.
     """
     private_bytes = sum([item.nbytes for item in items])
@@ -130,7 +124,7 @@ def build_inventory(
 def on_several_meshes(
     lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
 ) -> frozenset[str]:
-    """Returns the paths that may name several tensors. Arguments as for ``check_sharded``."""
+    """Returns the paths that may name several tensors; see ``check_sharded``."""
     meshes: dict[str, set[bytes]] = {}
     for _, tensors in lists:
         for tensor in tensors:
@@ -176,7 +170,6 @@ def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> N
 
 
 def refuse(complaints: Sequence[str], title: str) -> None:
-    """Raises ``UsageError`` with the first complaints, if any."""
     if not complaints:
         return
     more = len(complaints) - _MAX_LINES

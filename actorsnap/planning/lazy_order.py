@@ -38,7 +38,6 @@ class Backlog:
 
     Args:
         leaves_of: The leaves in each chunk, in the order of storing.
-        eager: The leaves that the caller waits for.
     """
 
     def __init__(self, leaves_of: Sequence[Collection[int]], *, eager: Collection[int]) -> None:
@@ -85,7 +84,6 @@ class Backlog:
         self._sort()
 
     def promote(self, chunks: Iterable[int]) -> None:
-        """Notes that a step waits for these chunks."""
         self._awaited.update(chunks)
         self._sort()
 

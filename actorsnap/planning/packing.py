@@ -1,9 +1,8 @@
-"""Packs leaves into data objects and splits a rank's writes into chunks.
+"""Packs leaves into data objects and splits a rank's writes into chunks (``docs/format.md``).
 
-Implements "Objects" and "Data object" of ``docs/format.md``. Aims at a few balanced objects that
-finish together; small leaves are packed in traversal order, so that readers need few requests.
-Equal input gives an equal layout on every rank, so ranks can write one object together and exchange
-only byte ranges (``RankPlan``).
+Aims at a few balanced objects that finish together; small leaves keep traversal order, so that
+readers need few requests. Equal input gives an equal layout on every rank, so ranks can write one
+object together and exchange only byte ranges.
 """
 
 from __future__ import annotations
@@ -62,9 +61,8 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
         path: Escaped; unique within the rank.
         dtype: torch dtype name; ``uint8`` for raw bytes.
         shape: The shard's, for a shard.
-        nbytes, itemsize: Bytes of the item and of one element.
         replicated: Every rank holds the same value.
-        offsets, global_shape: Shards only: origin in the tensor, and the tensor's shape.
+        offsets, global_shape: Shards only: origin in the tensor, and its shape.
         is_whole: Must not be divided: other entries refer to it, or it is empty.
     """
 
@@ -115,11 +113,9 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
     A leaf is an item, or a box of one that other ranks write too, and has its own checksum blocks.
 
     Attributes:
-        header: The safetensors header; the object's first bytes.
-        items: Per leaf, in stored order, the index of its item among the rank's.
-        starts, ends: Per leaf, its absolute byte range.
-        boxes: Per leaf, its box of the item; None for the whole item.
-        size: Bytes of the whole object.
+        items, starts, ends, boxes: Per leaf, in stored order: index of its item among the rank's,
+            absolute byte range, and box (None: the whole item).
+        size: Of the whole object.
         opens: This rank creates and completes the object, and writes the header.
         is_shared: Other ranks write to it too.
         chunks: Cover the one range that the rank writes. Split leaves at multiples of the largest
@@ -167,8 +163,6 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
         min_write_bytes: Smallest chunk, except at the end of an object.
         max_writes: Most chunks of an object, over all its writers; None: no limit.
         max_object_bytes: None: no limit. A leaf must have less than half of it.
-        has_joined_writers: Objects may have several writers.
-        codec: Compresses chunks, if any.
     """
 
     chunk_bytes: int
@@ -189,8 +183,8 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 def least_write_bytes(size: int, *, min_write_bytes: int, max_writes: int | None) -> int:
     """Returns the smallest write, except the last, to an object of ``size`` bytes.
 
-    Keeps the number of writes within ``max_writes``, and gives each its own number: its offset
-    divided by the result.
+    Keeps the number of writes within ``max_writes``, and gives each its own number (offset /
+    result).
     """
     return max(min_write_bytes, 1 if max_writes is None else -(-size // max_writes))
 
@@ -199,7 +193,6 @@ class ObjectPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The part of a shared object that a rank writes. Empty only in an empty object.
 
     Attributes:
-        number: As ``arrange`` counts objects.
         start, stop: Byte range, counted from the end of the header.
         opens, is_shared: See ``ObjectPlan``. The opener also writes the first byte.
     """
@@ -220,7 +213,6 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
             ``canonical`` order. None: all items, in list order.
         rank: The lowest holder, which the objects' keys name.
         first: Number of the group's first object among those of ``rank``.
-        num_holders: Number of ranks that hold the group.
         parts: By rising object number. Together they are one range of the group's bytes.
     """
 
@@ -260,8 +252,6 @@ def pack(
     Covers each byte that the plan assigns to the rank, and each item outside ``scopes``, once.
 
     Args:
-        items: Of the rank, in traversal order.
-        attempt: The attempt's folder.
         scopes: Per scope of the rank's inventory, the indices of its items, in list order.
         plan: This rank's plan from ``plan_save``.
     """
@@ -316,7 +306,6 @@ class Arranged(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         token: The top-level key's; None for an object of small keys.
-        number: Among the objects of its key.
         items: Positions among the arranged items, in stored order.
     """
 
@@ -354,7 +343,7 @@ def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) ->
             continue
         count = max(1, min(max_objects, totals[token] // max(1, rules.min_object_bytes)))
         if rules.max_object_bytes is not None:
-            # An object has less than an equal share plus one leaf; each may be half of the limit.
+            # Objects have less than an equal share plus one leaf, each up to half of the limit.
             count = max(count, -(-totals[token] // (rules.max_object_bytes // 2)))
         add(token, _distribute(items, members, count))
     add(None, _split_headers(items, small))
@@ -362,7 +351,6 @@ def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) ->
 
 
 def canonical(item: Item) -> tuple[str, tuple[int, ...]]:
-    """Returns the sort key of items that the ranks' lists order differently."""
     return item.path, item.offsets or ()
 
 
@@ -415,7 +403,6 @@ def _split_headers(items: Sequence[Item], members: list[int]) -> list[list[int]]
 
 
 _Leaf: TypeAlias = tuple[int, int, int, ItemBox | None]
-"""Item, start, end and box."""
 
 
 def _name(item: Item, strip: int) -> str:
@@ -517,8 +504,8 @@ def _split_writes(
 ) -> Iterator[tuple[int, int]]:
     """Splits ``[begin, stop)`` between leaves, or inside one on the grid of the largest blocks.
 
-    Each chunk but the last has more than ``chunk_bytes`` less a block, unless it had to leave
-    ``min_last_bytes`` for the last one; then it has that much itself.
+    Chunks but the last have more than ``chunk_bytes`` less a block, unless one had to leave
+    ``min_last_bytes`` for the last; then it has that much.
     """
     for start, end in zip(starts, ends, strict=True):
         while end - begin > chunk_bytes:
@@ -536,7 +523,6 @@ def _split_writes(
 
 
 def _last_cut(starts: Sequence[int], at: int) -> int:
-    """Returns the last possible cut up to ``at``; 0 if it is in the header."""
     index = bisect_right(starts, at) - 1
     return 0 if index < 0 else at - (at - starts[index]) % MAX_BLOCK_BYTES
 

@@ -1,9 +1,4 @@
-"""Plans the reads of a restore, from boxes of tensors to stored bytes.
-
-``plan_boxes`` selects the checksum blocks of stored boxes that fill other boxes. ``plan_reads``
-merges and splits byte ranges into reads. ``ChunkMap`` maps bytes of a compressed object to stored
-bytes (``docs/format.md``, "Compressed data object").
-"""
+"""Plans the reads of a restore, from boxes of tensors to stored bytes."""
 
 from __future__ import annotations
 
@@ -65,9 +60,7 @@ def plan_boxes(
     Reads no block without wanted elements, and none twice if wanted boxes do not overlap.
 
     Args:
-        path: For errors.
         stored: In C order. Disjoint, except for boxes that equal a wanted one.
-        itemsize: Bytes of an element.
         block_bytes: Size of checksum blocks, per stored box.
         disputed: Numbers of stored boxes that may fill only an equal wanted box.
 
@@ -206,7 +199,6 @@ def _spans(box: Box, part: Box, itemsize: int, *, min_gap_bytes: int) -> Iterato
         reversed(inner.offsets), reversed(inner.sizes), reversed(box.sizes), strict=True
     ):
         first += offset * pitch
-        # Gaps along an outer dim are never smaller.
         if rows or (size > 1 and pitch - length >= min_gap_bytes):
             rows.append(range(0, size * pitch, pitch))
         else:
@@ -308,8 +300,7 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         key, offset: The chunk's key, and the first stored byte in it.
-        start, stop: Range of the object's bytes.
-        frames: Stored size of each frame; empty for an uncompressed chunk.
+        frames: Stored sizes; empty for an uncompressed chunk.
     """
 
     key: str
@@ -320,7 +311,6 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def size(self) -> int:
-        """Stored bytes."""
         return sum(self.frames) if self.frames else self.stop - self.start
 
 

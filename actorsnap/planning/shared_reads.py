@@ -38,9 +38,7 @@ __all__ = [
 ]
 
 MIN_SHARING_RANKS = 8
-"""Smallest number of ranks that share in mode ``AUTO``: fewer do not keep a storage busy enough to
-pay for the messages.
-"""
+"""Fewer ranks do not keep a storage busy enough to pay for the messages."""
 
 
 class ReadMode(StrEnum):
@@ -68,7 +66,6 @@ class RangesDigest(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         ranks: Those likely to want the same ranges, including this one.
         digest: Equal if the ranges are.
-        nbytes: Of the ranges.
     """
 
     key: str
@@ -97,7 +94,6 @@ class SharedTurn(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         num_rounds: The same on all ranks.
         ranks: Those that share, including this one; empty if it only arrives at the rounds.
-        keys: The keys whose ranges are shared, rising.
     """
 
     num_rounds: int
@@ -114,8 +110,6 @@ class SharedReadPlan(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         mode: ``DIRECT``, or ``SHARED`` if any ranks share.
-        reason: For people.
-        piece_bytes: Largest piece.
     """
 
     mode: ReadMode
@@ -129,7 +123,6 @@ class SharedReadPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def rank_ranges(ranks: Sequence[int]) -> RankRanges:
-    """Returns rising ``ranks`` as ranges."""
     ranges: list[RankRange] = []
     at = 0
     while at < len(ranks):
@@ -152,7 +145,7 @@ def digest_ranges(key: str, ranks: RankRanges, ranges: Iterable[Range]) -> Range
 
 
 def plan_shared_reads(interests: Sequence[ReadInterest], mode: ReadMode) -> list[SharedReadPlan]:
-    """Returns the plan of each rank, from the interests in rank order."""
+    """Returns each rank's plan."""
     num_ranks = len(interests)
 
     def read_directly(reason: str) -> list[SharedReadPlan]:
@@ -194,8 +187,6 @@ def split_ranges(
 
     Args:
         ranges: In the same order on all ranks. Empty ones are dropped.
-        num_readers: Number of ranks that read.
-        num_rounds: Number of pieces per reader.
 
     Returns:
         Per round and reader, a piece as parts of the ranges. Parts begin at multiples of the

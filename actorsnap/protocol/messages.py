@@ -116,11 +116,7 @@ class Absent(msgspec.Struct, frozen=True, array_like=True, tag="W"):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
-    """The decision needs more data of this rank, which arrives at the same round again.
-
-    Attributes:
-        num_asked: Number of this ``Ask`` in the round, from 1.
-    """
+    """The decision needs more data of this rank, which arrives at the same round again."""
 
     round: int
     payload: bytes

@@ -36,11 +36,9 @@ BURST_S = 0.02
 """Length of a burst, about a training step: no chunk begins in an older burst."""
 
 _WINDOW, _WINDOW_S, _MAX_WINDOW = 16, 1.0, 256
-"""Size of a window: minimum steps, minimum seconds, maximum steps."""
+"""Minimum steps, minimum seconds, maximum steps."""
 
 _CLOCK_S = 1e-6
-"""Minimum length of a step; prevents a division by zero."""
-
 _OUTLIER = 8.0
 """Multiple of the median above which a step does not count. Bursts of compressing threads, which
 compete for the GIL, make a short step five times as long.
@@ -50,12 +48,10 @@ _AIM = 0.8
 """Part of the limit that is aimed at: half of the windows exceed the aim."""
 
 _PRECISION = 0.25
-"""Standard error of a mean above which more steps are measured, as a part of the slowdown or of the
-limit, whichever is larger.
-"""
+"""Maximum standard error of a mean, as a part of the slowdown or the limit, the larger one."""
 
 _MOST_DOWN, _MOST_UP = 0.25, 2.0
-"""Limits of the change of duty from window to window, as factors."""
+"""Limits of the change of duty per window, as factors."""
 
 _QUIET_S, _QUIET_STEPS = 2.0, 10
 """Time without a step after which there is no trainer: the larger of seconds and steps."""
@@ -110,7 +106,7 @@ class PaceController:
         self._update()
 
     def pass_time(self, seconds: float, *, is_behind: bool) -> None:
-        """Adds the time since the last call; ``is_behind``: any save is behind its schedule."""
+        """Adds the time since the last call."""
         self._quiet_s += seconds
         self._is_behind = is_behind
         self._update()
@@ -180,11 +176,7 @@ def _mean(steps: Sequence[float]) -> tuple[float, float]:
 
 
 class Bursts:
-    """Times the chunks of a process' uploaders to keep a duty, by any monotonic clock.
-
-    Attributes:
-        duty: See ``PaceController``; 0 rests until it is changed.
-    """
+    """Times the chunks of a process' uploaders to keep a duty, by any monotonic clock."""
 
     def __init__(self) -> None:
         self.duty = 1.0
@@ -193,7 +185,6 @@ class Bursts:
         self._rests_until_s = -math.inf
 
     def set(self, duty: float) -> None:
-        """Changes the duty; a new burst begins."""
         if duty != self.duty:
             self.duty = duty
             self._begun_s = math.inf

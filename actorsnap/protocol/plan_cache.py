@@ -15,12 +15,7 @@ __all__ = ["PlanCache"]
 
 
 class PlanCache:
-    """Memory of a group's last save.
-
-    Attributes:
-        agreed: Result of ``sharded`` when ranks were last found to agree.
-        several: The paths on several meshes at that time.
-    """
+    """Memory of a group's last save; ``agreed``: ``sharded`` when ranks last agreed."""
 
     def __init__(self) -> None:
         self.inventories: dict[bytes, Inventory] = {}
@@ -31,7 +26,6 @@ class PlanCache:
         self._plan: SavePlan | None = None
 
     def copy(self) -> PlanCache:
-        """Returns a copy for one save."""
         other = PlanCache()
         other.inventories, other.lists = dict(self.inventories), dict(self.lists)
         other.agreed, other.several = self.agreed, self.several

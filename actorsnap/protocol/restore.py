@@ -29,8 +29,6 @@ T = TypeVar("T")
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):
-    """A rank has read the index of ``attempt`` at ``url``."""
-
     url: str
     attempt: str
 
@@ -60,8 +58,6 @@ class Weighed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RestoreTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Costs by rank, and the merged lines of all ranks."""
-
     ranks: tuple[Weighed, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -69,11 +65,7 @@ class RestoreTotals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RestoreDecisions:
-    """Decides the rounds of one restore; see ``actors.rounds.Decisions``.
-
-    Args:
-        mode: The coordinator's; applies to all ranks.
-    """
+    """See ``actors.rounds.Decisions``; rank 0's ``mode`` applies to all ranks."""
 
     def __init__(self, *, mode: ReadMode, is_dry_run: bool = False) -> None:
         self.stage = Stage.JOIN
@@ -145,7 +137,6 @@ def _merged(ranks: Sequence[Comparison]) -> tuple[_Lines, _Lines, _Lines]:
 
 
 def _unexpected(ranks: Sequence[Comparison]) -> list[_Lines]:
-    """Returns each rank's unexpected paths, including those unplaced on all ranks."""
     nowhere: dict[str, set[str]] = {}
     for own in ranks:
         for key, paths in own.unplaced.items():

@@ -1,7 +1,7 @@
 """The roll call at the beginning of each call that ranks make together.
 
-A rank's first heartbeat contains a digest of its call's ``Label``. ``RollCall`` runs in front of
-the coordinator; ``actors.roll`` passes other messages on.
+A rank's first heartbeat contains a digest of its call's ``Label``. Messages may be repeated or
+late.
 
 1. No message of a rank passes unless its label is rank 0's. So no rank writes, and no round passes,
 before all ranks have made the same call.
@@ -11,8 +11,6 @@ all ranks have called. Then no message passes: it may belong to another call.
 A cancellation does not wait.
 4. Ranks that have called are reminded of absent ones, which the deadline and the loss of a rank
 name too.
-
-Messages may be repeated or late.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ def awaiting(label: Label, ranks: Sequence[int]) -> str:
 
 
 def overdue(label: Label, ranks: Sequence[int], timeout_s: float) -> Failure:
-    """Returns the failure of a call without ``ranks``; empty: rank 0 has not answered."""
+    """Without ``ranks``: rank 0 has not answered."""
     reason = f"timeout_s={timeout_s:g} is over"
     if not ranks:
         reason += f", and rank 0, which coordinates {label}, has not answered"
@@ -99,7 +97,6 @@ class RollCall:
         return self.state in (_S.CALLED, _S.REFUSED)
 
     def has_called(self, rank: int) -> bool:
-        """Returns whether the rank makes this call, or another one."""
         return rank in self._called
 
     @property
@@ -109,11 +106,9 @@ class RollCall:
         return left[0] if left and self.state is _S.CALLING else math.inf
 
     def renewed(self) -> RollCall:
-        """Returns a roll call for the same call under another number."""
         return RollCall(label=self.label, world_size=self.world_size)
 
     def label_for(self, rank: int) -> bytes:
-        """Returns ``Aborted.label`` for ``rank``."""
         return b"" if rank in self._called else self._own
 
     def on_called(self, rank: int, digest: bytes) -> bool:

@@ -1,9 +1,8 @@
 """A call that all ranks make together, as a sequence of rounds.
 
 A rank works, *arrives* at the next round with a payload, and waits. When all ranks of the round
-have arrived, the coordinator decides: ask some for more, let all proceed, or abort. Saves, restores
-and dry runs are tables of decisions (``protocol.save``, ``protocol.restore``). This module must not
-know them or their payloads, nor clocks, transports or storage.
+have arrived, the coordinator decides: ask some for more, let all proceed, or abort. This module
+must not know the calls (``protocol.save``, ``protocol.restore``), clocks, transports or storage.
 
 1. A rank leaves a round only after all ranks of the round have arrived.
 2. The first failure, lost rank or passed deadline aborts the call on all ranks, with one failure.
@@ -13,11 +12,10 @@ deadline merely hurry it, and a lost rank does not matter.
 even if it has failed or was cancelled: its caller looks in the storage. Before that round nothing
 can have been committed.
 5. Messages may be late or repeated. A process that takes over an end repeats the end's last
-message; the other end answers as before.
+message.
 
 Both machines are tables with a row per state and a rule per event. A rule changes the machine and
-returns commands, whose results come back as events. An event without a rule is a defect. Late and
-repeated messages have rules without effect.
+returns commands, whose results come back as events. An event without a rule is a defect.
 """
 
 from __future__ import annotations
@@ -110,11 +108,9 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of the round proceed.
 
     Attributes:
-        payloads: By rank.
         common: Payload of other ranks.
         skips: By rank, number of following rounds without it.
         commits_next: The next round is the commit round, of all ranks.
-        is_last: The call has succeeded.
     """
 
     payloads: Mapping[int, bytes] = {}
@@ -135,7 +131,7 @@ Decision: TypeAlias = Continue | AskMore | Failure
 
 
 class Lost(msgspec.Struct, frozen=True):
-    """Event: a rank was lost; for a rank: the coordinator was lost, or does not answer."""
+    """Event: a rank was lost; for a rank: the coordinator."""
 
     failure: Failure
 
@@ -176,8 +172,6 @@ class Hurry(msgspec.Struct, frozen=True):
 
 
 class SendTo(msgspec.Struct, frozen=True):
-    """Command."""
-
     rank: int
     message: ToRank
 
@@ -197,10 +191,7 @@ _C = CoordinatorState
 
 
 class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand]):
-    """The coordinator's side of one call.
-
-    A rank that repeats a message after the end gets the outcome again.
-    """
+    """One call; a rank that repeats a message after the end gets the outcome again."""
 
     def __init__(self, *, world_size: int) -> None:
         super().__init__(_COORDINATOR, _C.GATHERING)
@@ -312,11 +303,7 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
 
 
 class Reached(msgspec.Struct, frozen=True):
-    """Event: the rank's work before the next round, or its answer to an ``Ask``, is ready.
-
-    Attributes:
-        commits: The next round is the commit round.
-    """
+    """Event: the rank's next work, or its answer to an ``Ask``, is ready."""
 
     payload: bytes = b""
     commits: bool = False
@@ -326,9 +313,7 @@ class End(msgspec.Struct, frozen=True):
     """Last command: the call has ended.
 
     Attributes:
-        failure: None if it succeeded.
         is_unknown: The coordinator is gone, and may have committed.
-        payload: The last decision.
     """
 
     failure: Failure | None
@@ -345,8 +330,6 @@ class ParticipantState(StrEnum):
 
 ParticipantEvent: TypeAlias = ToRank | Reached | Failed | Lost | TakenOver
 ParticipantCommand: TypeAlias = FromRank | Ask | Proceed | End
-"""A message to send; an ``Ask`` to answer by ``Reached``; a ``Proceed`` to begin the next work."""
-
 _P = ParticipantState
 
 

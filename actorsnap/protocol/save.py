@@ -6,8 +6,6 @@ digest for the content, then sends each rank its part of the plan.
 the tokens of those that it joins.
 2. *Written* (the same ranks): All chunks of shared objects are stored; these can be completed.
 3. *ManifestStored*, the commit round: Each rank has stored its manifest.
-
-A rank that saves the same state again sends digests only (``protocol.plan_cache``).
 """
 
 from __future__ import annotations
@@ -69,8 +67,6 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Details(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The requested content; item lists by digest."""
-
     inventory: Inventory | None = None
     lists: dict[bytes, tuple[Item, ...]] = {}
     sharded: tuple[Sharded, ...] = ()
@@ -82,7 +78,6 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         url, fsync, rules: The coordinator's; apply to all ranks. ``url`` is UTF-8 with
             ``surrogatepass``.
-        digest: Of the plan.
         plan: None if the rank remembers it.
         save: The part of the commit object that the rank's manifest repeats.
         resumed: Dead attempts, newest first, whose objects are not sent again.
@@ -120,7 +115,6 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
         return cls(short, b"" if token == key.encode() else token)
 
     def opened(self, attempt: str) -> tuple[str, bytes]:
-        """Reverses ``of``."""
         short = self.key
         key = f"{attempt}{short}" if short[0] == "/" else f"{attempt}/data/{short}.safetensors"
         return key, self.token or key.encode()
@@ -143,7 +137,6 @@ def decode(payload: bytes, kind: type[T]) -> T:
 
 
 def aborted(reason: str, stage: Stage, rank: int | None) -> Failure:
-    """Returns a failure that is raised as ``SnapshotAborted``."""
     return Failure(reason=reason, stage=stage, rank=rank)
 
 
@@ -152,9 +145,7 @@ class SaveDecisions:
 
     Args:
         save: Repeated in each rank's manifest, by rank 0 with the metadata.
-        release: Required on all ranks.
         fsync: All data must be durable before the commit.
-        resumed: See ``Assignment``.
         memory: Of the previous save; no other save may use it.
     """
 
@@ -197,7 +188,6 @@ class SaveDecisions:
         return Continue(commits_next=True)
 
     def records(self, payloads: Mapping[int, bytes]) -> tuple[ManifestRecord, ...]:
-        """Returns the manifest records from the payloads of the commit round."""
         records = []
         for rank in sorted(payloads):
             stored = decode(payloads[rank], ManifestStored)
@@ -294,7 +284,6 @@ class SaveDecisions:
 def _firsts(
     digests: Iterable[tuple[int, bytes]], known: Mapping[bytes, object]
 ) -> dict[bytes, int]:
-    """Returns unknown digests, each with its first rank."""
     found: dict[bytes, int] = {}
     for rank, digest in digests:
         if digest not in known:

@@ -47,15 +47,11 @@ class SendSave(msgspec.Struct, frozen=True):
 
 
 class AbortSave(msgspec.Struct, frozen=True):
-    """The save has ended without its process."""
-
     number: int
     failure: Failure
 
 
 class SaveHere(msgspec.Struct, frozen=True):
-    """Make the save without a process."""
-
     number: int
 
 
@@ -76,8 +72,6 @@ class SupervisorState(StrEnum):
 
 
 class _Supervised(msgspec.Struct):
-    """A save that has not ended."""
-
     rank: int
     is_shared: bool
     is_sent: bool = False
@@ -134,7 +128,6 @@ class Supervisor:
         return [CancelSave(number, reason) if save.is_sent else self._abort(number, reason)]
 
     def conclude_save(self, number: int, failure: Failure) -> list[SupervisorCommand]:
-        """Ends a save because its team has ended it."""
         save = self._saves.get(number)
         if save is None or save.failure is not None:
             return []
@@ -148,7 +141,6 @@ class Supervisor:
         return commands
 
     def note_begun(self, number: int, attempt: str) -> None:
-        """Notes that the process has begun the save; at first only rank 0 knows the attempt."""
         save = self._saves.get(number)
         if save is not None:
             save.has_begun, save.attempt = True, attempt
@@ -161,7 +153,6 @@ class Supervisor:
         self._saves.pop(number, None)
 
     def start(self) -> list[SupervisorCommand]:
-        """Starts a process if there is none."""
         if self.state is not _S.ABSENT:
             return []
         self.state = _S.STARTING
@@ -197,7 +188,6 @@ class Supervisor:
         return commands
 
     def _bury(self, number: int, save: _Supervised, reason: str) -> list[SupervisorCommand]:
-        """Ends or keeps a save after its process has died."""
         if not save.is_sent:
             return []
         save.is_sent = False

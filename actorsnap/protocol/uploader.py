@@ -92,8 +92,6 @@ class Configure(_Frame, frozen=True, tag="v"):
 
     Attributes:
         variables: Environment variables that were set or deleted; may be credentials.
-        log_level: Minimum level of lines for the trainer's log.
-        duty: Share of the time in which uploaders work.
     """
 
     variables: list[tuple[bytes, bytes | None]] = []
@@ -109,13 +107,9 @@ class BeginSave(_Frame, frozen=True, tag="s"):
         structure: None: the one sent before with this digest.
         values: Value entries as JSON, by index; without a structure only the changed ones.
         display_url, url, storage_options: See ``runtime.location.Location``.
-        options, metadata: As msgpack, and as JSON.
         left_s: Rest of ``Options.timeout_s``.
-        budget_bytes: Memory budget of the trainer.
         previous_attempt: The attempt of a process that died in this save, or empty.
         forgotten: Digest of a structure that no later save uses, or empty.
-        is_recorded: ``Finished`` needs a record.
-        team: Number of the trainer's team; None for a single rank.
     """
 
     number: int
@@ -146,8 +140,6 @@ class Staged(_Frame, frozen=True, tag="c"):
     Attributes:
         chunks: New chunks: number, and offset in the arena; None if it has header bytes only.
         is_waiting: The trainer waits for memory: begin to store.
-        is_last: All chunks were staged.
-        error: Why staging has failed, or empty.
     """
 
     number: int
@@ -195,10 +187,7 @@ class TakeOver(_Frame, frozen=True, tag="T"):
     """Prepares for opening the rank's mailbox if the trainer ends before the save.
 
     Attributes:
-        host, port: Address of the underlying TCPStore.
-        prefix: Prefix of all keys.
         name, session: ``namespace`` and ``session`` of the ``StorePort``.
-        call: Number of the call in the team.
     """
 
     number: int
@@ -232,7 +221,6 @@ class MessageSent(_Frame, frozen=True, tag="m"):
 
     Attributes:
         to: The rank; None: the coordinator.
-        message: See ``transport.relay.encode_item``.
     """
 
     number: int
@@ -292,8 +280,6 @@ class Finished(_Frame, frozen=True, tag="f"):
     Attributes:
         error: None if committed.
         is_unanswered: See ``CommitTurn.release``.
-        record: ``actors.trace.Record`` as msgpack, or empty.
-        retries: Number of retried storage requests.
     """
 
     number: int

@@ -1,8 +1,7 @@
 """Interface of a transport, and the transport inside one process.
 
-A transport carries messages between the participants (one per rank) and the coordinator of one
-call. It keeps the order between two parties, and may lose messages after a party is gone.
-``receive`` also returns the transport's own observations, in order with the messages.
+A transport carries messages between participants (one per rank) and the coordinator of one call, in
+order. It may lose messages after a party is gone. ``receive`` also returns its own observations.
 """
 
 from __future__ import annotations

@@ -1,10 +1,7 @@
-"""The threads of a store port: they send and receive frames.
+"""The threads of a store port: they send and receive frames, which ``transport.store`` interprets.
 
-One thread sends to other ranks' queues in the c10d store, one receives from this rank's, each on
-its own connection (``clone``). ``transport.store`` interprets frames on the runtime's loop. Loop
-and threads share two queues and a few attributes, each set by one side only, without locks.
-
-This module must not know torch.
+One thread sends, one receives, each on its own connection (``clone``). Loop and threads share two
+queues and a few attributes, each set by one side only, without locks. Must not know torch.
 """
 
 from __future__ import annotations
@@ -44,8 +41,6 @@ PIECE_BYTES = 4 << 20
 """Maximum payload of a frame. The server closes a connection that sends over 8 MiB."""
 
 _MAX_REUSED_BYTES = 64 << 10
-"""Largest encoded message kept for further ranks."""
-
 _FOREVER = timedelta(days=365)
 """torch prints a warning each time a timeout expires."""
 
@@ -77,7 +72,6 @@ class StoreStatistics:
     Attributes:
         messages_sent, messages_received: Without those within rank 0.
         bytes_sent, bytes_received: Of all frames.
-        beats_sent, beats_received: Heartbeats.
         num_dropped: Late, foreign, or undecodable frames.
     """
 
@@ -131,8 +125,6 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message to encode."""
-
     kind: Kind
     number: int
     message: object
@@ -149,16 +141,12 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Failure of a thread, or of a message of save ``number``."""
-
     reason: str
     number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The repeated heartbeat."""
-
     frame: bytes
     every_s: float
     is_hello: bool
@@ -176,11 +164,7 @@ class Mailbox:
 
     Args:
         store: Cloned by the threads, then released.
-        keys: Queues of all ranks.
-        token: Identifies this mailbox' own frames.
-        up, down: Types of messages to the coordinator and to participants.
         wake: Called by a thread when the loop should look at ``arrived``.
-        clock: For ``beaten`` only.
 
     Attributes:
         arrived: Received frames and faults, removed by the loop.
@@ -262,9 +246,7 @@ class Mailbox:
         )
 
     def stop(self, *, is_continued: bool = False) -> None:
-        """Ends the threads after sending queued messages; empties the mailbox unless it is
-        continued.
-        """
+        """Ends the threads after sending; empties the mailbox unless it is continued."""
         self._is_continued = is_continued
         self.put(self._rank, Frame(Kind.STOP, self._rank, self._token))
         self._outbox.put(None)

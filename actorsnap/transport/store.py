@@ -241,10 +241,7 @@ class StoreSave(Generic[Up, Down]):
 
     @property
     def scope(self) -> str:
-        """Prefix for keys in the store: unique to this save, equal on all ranks.
-
-        Valid after the coordinator's first message.
-        """
+        """Prefix for keys in the store: unique to this save, equal on all ranks."""
         port = self._port
         return f"actorsnap/{port.namespace}/{(port._session or b'').hex()}/{self.number}"
 
@@ -267,8 +264,6 @@ class PortTiming:
     """Timing of a port, in seconds.
 
     Attributes:
-        beat_s: Interval of heartbeats; a short ``lost_after_s`` reduces it.
-        connect_s: Time limit for the store to answer.
         clock: Measures silence only.
     """
 
@@ -283,9 +278,7 @@ class StorePort(Generic[Up, Down]):
     Args:
         store: Cloned by the daemon threads, then released.
         namespace: Identifies the job and the group; unique within the store.
-        up, down: Types of messages to the coordinator and to participants.
         call_soon: Runs a callback on the event loop of the ends; thread-safe.
-        first_number: Number of the first save.
         session: Session of another process' port to continue, if any.
     """
 
@@ -380,7 +373,7 @@ class StorePort(Generic[Up, Down]):
         """Begins a save. From any thread, in the same order on all ranks.
 
         Args:
-            number: Larger than all before; skipped numbers stay unused. None: the next one.
+            number: Larger than all before. None: the next one.
             tag: See ``Began``; empty: none.
 
         Raises:
@@ -406,7 +399,7 @@ class StorePort(Generic[Up, Down]):
                 return None
             self._next_number = number + 1
         following = StoreSave(self, number, save.lost_after_s, save.tag)
-        # At once: its messages must not overtake its heartbeat.
+        # Its messages must not overtake its heartbeat.
         self._register(following)
         return following
 
@@ -463,7 +456,7 @@ class StorePort(Generic[Up, Down]):
         except Exception:  # the loop is closed
             logger.debug("%s: there is no loop", self._label, exc_info=True)
 
-    # On the loop from here on.
+    # On the loop only from here on.
 
     def _dispatch(self) -> None:
         self._is_dispatch_due = False
@@ -541,7 +534,7 @@ class StorePort(Generic[Up, Down]):
             self._left.add(sender)
             for save in self._open.values():
                 end = save.coordinator
-                # The rank may leave an earlier save, which has just ended here.
+                # It may leave an earlier save, which has just ended here.
                 if end is not None:
                     end.lose(sender, 0.0)
             return
