@@ -74,13 +74,12 @@ class Options(_Checked, frozen=True, kw_only=True):
         verify: Compare every byte that is read with its checksum.
         allow_pickle: Store and load objects outside the safe set with pickle. Loading a pickle runs
             code chosen by its writer.
-        allow_optimizer_change: Restore an optimizer that was saved from another class. It gets the
-            saved hyperparameters and state; its next step may fail if it cannot use them.
-        timeout_s: Deadline of a call, at most a day. Takes, and restores by several ranks, that
-            have not ended by then are aborted on all ranks; reading or deleting fails with
-            ``StorageError``.
-        lost_after_s: Silence after which a rank that took part in a save or restore counts as lost,
-            which ends the call on all other ranks.
+        allow_optimizer_change: Restore an optimizer that was saved from another class. Its next
+            step may fail if it cannot use the saved hyperparameters and state.
+        timeout_s: Deadline of a call, at most a day. After it, takes and restores by several ranks
+            are aborted on all ranks; reading or deleting fails with ``StorageError``.
+        lost_after_s: Silence after which a rank in a save or restore counts as lost, which ends the
+            call on all other ranks.
         memory_budget_bytes: Memory for staging copies, at least 2 MiB. There is one budget per
             process: a value given here applies to all snapshots from now on. None keeps the current
             budget; the initial one is 60 % of the memory that is free when the runtime starts,
@@ -92,38 +91,37 @@ class Options(_Checked, frozen=True, kw_only=True):
         min_object_bytes: A key is spread over more objects only if each gets this much.
         read_mode: How ranks restore data that several of them want (all ranks, or those with the
             same shards). ``"direct"``: each rank reads it. ``"shared"``: they read each byte once
-            and pass it on among them, over gloo. ``"auto"``: shared by 8 ranks or more. Rank 0's
-            value applies to all.
+            and pass it on over gloo. ``"auto"``: shared by 8 ranks or more. Rank 0's value applies
+            to all.
         offload: Where ``async_take`` stores the copies: in a ``"thread"`` of this process, or in a
             separate ``"process"``, which leaves the GIL to the trainer. ``"auto"`` uses a process
             for states of 64 MiB or more, once the first such save or ``warm_up`` has started it, if
             each rank of the machine has two cores. Storages that only this process can open are
-            never offloaded. All ranks must pass the same value, and use a process or none; with
-            ``"auto"`` they follow rank 0, whose own part of the state counts.
+            never offloaded. All ranks must pass the same value; with ``"auto"`` rank 0's part of
+            the state decides for all.
         detach: A snapshot of ``async_take`` no longer depends on this process once it is staged: it
             is committed even if this process is killed, and an exit does not wait for it. Uses the
             uploader process for any size; if none is available, exits wait. All ranks must pass the
-            same value. The snapshot is finished while the job's store is alive: an exit of the
-            process that hosts the store waits.
+            same value. The snapshot needs the job's store: an exit of the process that hosts it
+            waits.
         at_exit: When the interpreter exits, ``"wait"`` for pending snapshots, or ``"abort"`` them.
             The staged part of a detached snapshot continues in any case.
         max_slowdown: Largest slowdown of training steps while a snapshot of ``async_take`` is
-            stored, as a fraction: 0.02 is two percent. Uploaders on this rank are slowed until it
-            holds, but not below a hundredth of their speed, nor so far that half of ``timeout_s``
-            would not suffice. Needs steps marked with ``actorsnap.step()``. None: no limit.
-        compression: ``"zstd:1"`` to ``"zstd:19"`` compresses the data, chunk by chunk, on the
-            threads that store it or in the uploader process; ``"zstd"`` is ``"zstd:1"``. None: no
-            compression. Rank 0's value applies to all. Compressed data objects are not safetensors
-            files. Needs the extra ``actorsnap[zstd]``, also to read.
-        max_gap_bytes: Two wanted ranges with at most this many unwanted bytes between them are read
-            by one request.
+            stored: 0.02 is two percent. Uploaders on this rank are slowed until it holds, but not
+            below a hundredth of their speed, nor so far that half of ``timeout_s`` would not
+            suffice. Needs steps marked with ``actorsnap.step()``. None: no limit.
+        compression: ``"zstd:1"`` (or ``"zstd"``) to ``"zstd:19"`` compresses the data, chunk by
+            chunk, on the threads that store it or in the uploader process. None: no compression.
+            Rank 0's value applies to all. Compressed data objects are not safetensors files. Needs
+            the extra ``actorsnap[zstd]``, also to read.
+        max_gap_bytes: One request reads two wanted ranges with at most this many bytes between
+            them.
         trace: A file for a timeline of each save and restore, in Chrome's trace format, written
             when the call ends, also after a failure; replaces an existing file. ``{rank}``,
             ``{op}`` (save or restore) and ``{name}`` (the last part of the snapshot's path) are
-            filled in. Each of many ranks writes its own file; the rank is added to a name without
-            ``{rank}``.
-        otel: Whether saves and restores become spans and metrics of OpenTelemetry: ``"on"``,
-            ``"off"``, or ``"auto"``: on if the application has configured a provider.
+            filled in. With many ranks, the rank is added to a name without ``{rank}``.
+        otel: Make saves and restores spans and metrics of OpenTelemetry: ``"on"``, ``"off"``, or
+            ``"auto"``: on if the application has configured a provider.
     """
 
     fsync: bool = True

@@ -84,7 +84,7 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def digest_of(value: Any) -> bytes:
-    """Returns a 12-byte digest of a value that msgpack can encode; equal in every process."""
+    """Returns 12 bytes, equal in every process."""
     return blake2b(_encoder.encode(value), digest_size=_DIGEST_BYTES).digest()
 
 

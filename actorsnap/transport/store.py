@@ -404,7 +404,7 @@ class StorePort(Generic[Up, Down]):
         return following
 
     def send_late(self, rank: int, number: int, message: Down) -> None:
-        """Sends a coordinator's message in a save that ended here."""
+        """Sends a message in a save that ended here."""
         self._send_down(rank, number, message)
 
     def statistics(self) -> StoreStatistics:
