@@ -48,13 +48,13 @@ class CompressedObject(ObjectWriter):
         raise AssertionError("each chunk is an object of its own")
 
     async def complete(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def release(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     async def abort(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 class CompressedStore:
@@ -200,7 +200,7 @@ class _Packing:
 def _split_frames(
     views: Sequence[memoryview], itemsizes: Sequence[int]
 ) -> Iterator[tuple[memoryview, int]]:
-    """Yields each frame and the width of its shuffle, which suits most of its bytes."""
+    """Yields each frame and the shuffle width that suits most of its bytes."""
     parts: list[memoryview] = []
     nbytes_by_itemsize: Counter[int] = Counter()
 

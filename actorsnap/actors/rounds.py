@@ -52,7 +52,7 @@ _COMMIT_BACKSTOP_S = 20.0
 
 
 Aborted: TypeAlias = Callable[[str, Stage, int | None], Failure]
-"""From the reason, the stage and the rank concerned."""
+"""Makes a failure from the reason, the stage and the rank concerned."""
 
 
 class Decisions(Protocol):

@@ -1,7 +1,7 @@
 """Progress of a running call, and a record of its actors' work.
 
 A ``ProgressBoard`` holds the latest state only: a slow reader never delays a save. A ``Recorder``
-keeps timings; an unobserved call uses ``NULL_RECORDER``. Must not know files or clocks.
+keeps timings; an unobserved call uses ``NULL_RECORDER``. Must not know files; clocks are passed in.
 """
 
 from __future__ import annotations

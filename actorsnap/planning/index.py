@@ -49,7 +49,10 @@ __all__ = [
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
-    """``is_disputed``: others stored other elements; it may fill only an equal box."""
+    """A stored box of a tensor.
+
+    ``is_disputed``: others stored other elements; it may fill only an equal box.
+    """
 
     box: Box
     data: Stored
@@ -327,7 +330,7 @@ class _Merger:
                     self._private.setdefault(path, list(self._manifests))
 
     def _add_containers(self) -> None:
-        """For a rank that did not save, also empty ones."""
+        """Adds the containers; for a rank that did not save, also empty ones."""
         needed = {parent for path in self._entries for parent in _ancestors(path)}
         if self._own is None:
             entries = self._template.entries

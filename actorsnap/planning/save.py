@@ -44,8 +44,9 @@ _MIN_RANGE_BYTES = 256 << 10
 """Smallest range for one rank; for less, opening an object costs more."""
 
 _SLACK = 64
-"""Largest move of a cut to an edge: 1/64 of the adjacent ranges. The busiest rank stays within 1.05
-of the mean.
+"""Largest move of a cut to an edge: 1/64 of the adjacent ranges.
+
+The busiest rank stays within 1.05 of the mean.
 """
 
 
@@ -328,7 +329,7 @@ class _GroupBytes:
         number, count = 0, len(self._object_edges) - 1
         for begin, end in pairwise(cuts):
             parts: list[ObjectPart] = []
-            # The last writer also gets empty objects.
+            # The writer of the last byte also gets empty objects.
             is_last = end == self.nbytes
             while number < count and (is_last or begin < end):
                 low, high = self._object_edges[number : number + 2]

@@ -176,7 +176,7 @@ def plan_shared_reads(interests: Sequence[ReadInterest], mode: ReadMode) -> list
 
 def count_rounds(nbytes: int, *, num_readers: int, piece_bytes: int) -> int:
     """Returns the fewest rounds whose pieces have at most ``piece_bytes``."""
-    # Cuts move to the next largest block: pieces grow by up to one.
+    # Cuts move to multiples of the largest block: pieces grow by up to one.
     return -(-nbytes // (num_readers * (piece_bytes - MAX_BLOCK_BYTES)))
 
 

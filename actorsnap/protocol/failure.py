@@ -269,7 +269,7 @@ def explain_loss(rank: int, silent_s: float) -> str:
 
 
 def explain_coordinator_loss(silent_s: float) -> str:
-    """Of rank 0, for the others."""
+    """``explain_loss`` of rank 0."""
     how = f"was not heard for {silent_s:.0f} s" if silent_s else "has left: its process ended"
     return f"rank 0, which coordinates, {how}"
 

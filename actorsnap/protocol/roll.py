@@ -58,7 +58,7 @@ def awaiting(label: Label, ranks: Sequence[int]) -> str:
 
 
 def overdue(label: Label, ranks: Sequence[int], timeout_s: float) -> Failure:
-    """Without ``ranks``: rank 0 has not answered."""
+    """Returns the failure; empty ``ranks``: rank 0 has not answered."""
     reason = f"timeout_s={timeout_s:g} is over"
     if not ranks:
         reason += f", and rank 0, which coordinates {label}, has not answered"

@@ -62,8 +62,6 @@ _MAX_STARTS = 2
 
 
 class SupervisorState(StrEnum):
-    """Of the process."""
-
     ABSENT = "absent"
     STARTING = "starting"
     READY = "ready"
