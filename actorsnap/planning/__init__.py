@@ -1,1 +1,1 @@
-"""Pure functions: inventory or manifest in, plan out. No torch, no I/O."""
+"""Pure functions: inventory or manifest in, plan out. No torch."""

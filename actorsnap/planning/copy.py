@@ -37,6 +37,8 @@ __all__ = [
 
 
 class ByteRange(msgspec.Struct, frozen=True, gc=False):
+    """Bytes ``[start, stop)`` of an object."""
+
     start: int
     stop: int
     crc32c: int

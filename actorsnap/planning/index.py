@@ -138,7 +138,7 @@ def holes(manifests: Iterable[RankManifest]) -> Iterator[FormatError]:
 
 
 def named_entries(manifest: RankManifest) -> dict[str, Entry]:
-    """Returns the entries by path; shards that share a path are named ``<path>@<offsets>``."""
+    """Returns the entries by path; ``<path>@<offsets>`` for shards that share one."""
     by_path = {entry.path: entry for entry in manifest.entries}
     if len(by_path) == len(manifest.entries):
         return by_path
@@ -189,13 +189,12 @@ class _Merger:
         self._template = manifests[0] if self._own is None else self._own
         others = [each for each in manifests.values() if each is not self._template]
         self._in_order = [self._template, *others]
-        # So the template's entries stay unchanged.
         self._records = list(self._template.objects)
         self._numbers = {record.part: number for number, record in enumerate(self._records)}
         own_entries = () if self._own is None else self._own.entries
         self._entries: dict[str, AnyEntry] = {entry.path: entry for entry in own_entries}
         self._own_paths = frozenset(self._entries)
-        # By path: the ranks that hold a private leaf.
+        # By path: the holders of a private leaf.
         self._private: dict[str, list[int]] = {}
 
     def index(self) -> Index:
