@@ -1,8 +1,7 @@
 """Every error that actorsnap raises, in one tree.
 
-Fields carry the facts; the message adds advice. Errors are picklable and compare
-by type and fields when they travel between ranks. This module imports nothing of the
-package, so that every layer can raise from it.
+Fields carry the facts; the message adds advice. Errors are picklable. This module imports nothing
+of the package, so every layer can raise from it.
 
     ActorSnapError
     ├── UsageError (ValueError)            bad input, raised before any I/O
@@ -64,8 +63,7 @@ def _rebuild(cls: Callable[..., ActorSnapError], fields: dict[str, Any]) -> Acto
 
 
 def printable(text: str) -> str:
-    """Returns ``text`` in a form that UTF-8 can encode: paths may hold bytes, and keys
-    surrogates."""
+    """Makes ``text`` encodable as UTF-8: paths may hold bytes, and keys surrogates."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
@@ -75,11 +73,9 @@ def did_you_mean(
     """Returns a question with names in ``known`` that are similar to ``name``.
 
     Args:
-        name: The unknown name.
-        known: Names to compare it with.
-        limit: Largest number of names in the question.
+        limit: Largest number of names.
         cutoff: Least similarity, from 0 to 1.
-        prefix: Put before each name in the question.
+        prefix: Put before each name.
 
     Returns:
         For example ``"did you mean 'compression'?"``; empty if no name is similar.
@@ -105,7 +101,7 @@ def attribute_of(error: BaseException, name: str) -> Any:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """Returns the notes of an exception. Never raises."""
+    """Never raises."""
     notes = attribute_of(error, "__notes__")
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
@@ -159,11 +155,11 @@ class StorageError(ActorSnapError):
 
     Attributes:
         op: The storage verb (``put``, ``write_at``, ``read_into``, ...).
-        key: The object key, relative to the snapshot; empty for the whole storage.
+        key: Relative to the snapshot; empty for the whole storage.
         backend: URL of the storage, without credentials.
         detail: The backend's message, and advice.
         retryable: Whether the same call may succeed later.
-        retry_after_s: Wait that the storage asked for, in seconds; None if it gave none.
+        retry_after_s: Wait that the storage asked for, in seconds, or None.
     """
 
     default_retryable = False
@@ -203,7 +199,7 @@ class ObjectNotFound(StorageError, FileNotFoundError):
 
 
 class ObjectExists(StorageError, FileExistsError):
-    """An object has that key already, and the call must not replace it."""
+    """The key exists, and the call must not replace the object."""
 
     __str__ = Exception.__str__
 
@@ -229,7 +225,7 @@ class FormatError(ActorSnapError):
 
     Attributes:
         key: The invalid object, or the path of the leaf.
-        detail: Description of the violation.
+        detail: The violation.
         url: The snapshot, without secrets; empty if unknown.
     """
 
@@ -240,7 +236,7 @@ class FormatError(ActorSnapError):
         super().__init__(self._text(), key=key, detail=detail, url=url)
 
     def name_snapshot(self, url: str) -> None:
-        """Adds the snapshot's URL to the fields and the message; the first URL is kept."""
+        """Adds the snapshot's URL to the fields and the message, unless one is known."""
         if not self.url:
             self.url = self.fields["url"] = url
             self.message = self._text()
@@ -278,7 +274,7 @@ class NotASnapshot(FormatError):
         key: The URL.
         found: ``"absent"`` (nothing), ``"unfinished"`` (only attempts that never committed),
             ``"foreign"`` (another library's checkpoint or file), ``"part"`` (a folder or file of a
-            snapshot, not all of it) or ``"unknown"``.
+            snapshot) or ``"unknown"``.
     """
 
     def __init__(self, *, key: str, detail: str, found: str, url: str = "") -> None:
@@ -303,12 +299,12 @@ class IncompatibleState(ActorSnapError):
     """The app state and the snapshot do not match.
 
     Attributes:
-        missing: Paths that the app state has and the snapshot lacks.
-        unexpected: Paths that the snapshot has and the app state cannot take.
+        missing: Paths that the snapshot lacks.
+        unexpected: Paths that the app state cannot take.
         mismatched: One line per leaf whose kind, dtype or shape differs, or the message of a
             module's own loading.
-        is_untouched: Nothing was changed. False if a module adapts its input, so that only its
-            ``load_state_dict`` could detect the mismatch.
+        is_untouched: Nothing was changed. False if only the ``load_state_dict`` of a module that
+            adapts its input could detect the mismatch.
     """
 
     def __init__(
@@ -344,7 +340,6 @@ class SnapshotReplaced(ActorSnapError):
     """The snapshot was replaced or deleted while it was read. Nothing is damaged.
 
     Attributes:
-        url: URL of the snapshot.
         is_deleted: Nothing is committed there now. False: another snapshot is, and reading again
             may succeed; the call has already retried several times.
     """
@@ -361,7 +356,6 @@ class SnapshotReplaced(ActorSnapError):
 
 
 def _append_location(reason: str, rank: int | None, stage: str, key: str | None) -> str:
-    """Returns the reason, followed by the known parts of the location."""
     known = [
         f"rank {rank}" if rank is not None else "",
         f"stage {stage!r}" if stage else "",
@@ -379,8 +373,8 @@ class SnapshotAborted(ActorSnapError):
         rank: The rank where it began, or None.
         stage: ``capture``, ``join``, ``stage``, ``store``, ``commit`` or ``cancel``.
         key: The object key concerned, or None.
-        may_be_committed: The commit itself failed or was not answered: the snapshot may exist, or
-            may still appear.
+        may_be_committed: The commit failed or was not answered: the snapshot may exist, or may
+            still appear.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Options of all calls, frozen and checked on construction, and the environment.
+"""Options of all calls, checked on construction, and the environment.
 
 Defines all defaults. No other module reads an ``ACTORSNAP_*`` variable.
 """
@@ -24,17 +24,16 @@ __all__ = [
 
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
-"""Smallest chunk, in bytes: two checksum blocks."""
+"""Two checksum blocks."""
 
 MIN_LOST_AFTER_S = 0.5
-"""Exclusive lower bound of ``lost_after_s``, in seconds. A busy machine may delay a thread
-longer."""
+"""Exclusive lower bound of ``lost_after_s``: a busy machine may delay a thread."""
 
 _MAX_TIMEOUT_S = 24 * 3600
 
 
 _TRACE_FIELDS = {"rank": 0, "op": "save", "name": "step-1"}
-"""Example values for the fields that ``Options.trace`` may have in braces."""
+"""The fields that ``Options.trace`` may have in braces."""
 
 _OTEL_MODES = ("auto", "on", "off")
 
@@ -70,63 +69,59 @@ class Options(_Checked, frozen=True, kw_only=True):
     """How snapshots are taken and restored. Sizes are in bytes, times in seconds.
 
     Attributes:
-        fsync: Wait for the disk before a snapshot counts as saved. False is for scratch tiers; the
-            snapshot records it permanently. A save that replaces a snapshot taken with True waits
-            for the disk anyway.
+        fsync: Wait for the disk before a snapshot counts as saved. False is for scratch tiers, and
+            is recorded permanently. A save that replaces a snapshot taken with True waits anyway.
         verify: Compare every byte that is read with its checksum.
         allow_pickle: Store and load objects outside the safe set with pickle. Loading a pickle runs
             code chosen by its writer.
-        allow_optimizer_change: Restore an optimizer that was saved from another class. It gets the
-            saved hyperparameters and state, and its next step may fail if it cannot use them.
-        timeout_s: Deadline of a call. A take that has not committed by then is aborted on all
-            ranks, and so is a restore by several ranks; reading or deleting fails with
-            ``StorageError``. At most a day.
-        lost_after_s: Silence after which a rank that took part in a save or restore counts as lost,
-            which ends the call on all other ranks.
-        memory_budget_bytes: Memory for staging copies. There is one budget per process, shared by
-            all snapshots: a value given here applies to all from now on. At least 2 MiB. None keeps
-            the current budget; the initial one is 60 % of the memory that is free when the runtime
-            starts, within the cgroups' limits, and at most 64 GiB.
+        allow_optimizer_change: Restore an optimizer that was saved from another class. Its next
+            step may fail if it cannot use the saved hyperparameters and state.
+        timeout_s: Deadline of a call, at most a day. After it, takes and restores by several ranks
+            are aborted on all ranks; reading or deleting fails with ``StorageError``.
+        lost_after_s: Silence after which a rank in a save or restore counts as lost, which ends the
+            call on all other ranks.
+        memory_budget_bytes: Memory for staging copies, at least 2 MiB. There is one budget per
+            process: a value given here applies to all snapshots from now on. None keeps the current
+            budget; the initial one is 60 % of the memory that is free when the runtime starts,
+            within the cgroups' limits, and at most 64 GiB.
         chunk_bytes: The unit of staging and I/O; at least 2 MiB. A small budget makes chunks
             smaller.
-        num_uploaders: Number of chunks hashed and written, or fetched, at once.
-        max_objects: Number of data objects written in parallel, per top-level key.
+        num_uploaders: Chunks hashed and written, or fetched, at once.
+        max_objects: Data objects written in parallel, per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
         read_mode: How ranks restore data that several of them want (all ranks, or those with the
             same shards). ``"direct"``: each rank reads it. ``"shared"``: they read each byte once
-            and pass it on among them, over gloo. ``"auto"``: shared by 8 ranks or more. Rank 0's
-            value applies to all.
+            and pass it on over gloo. ``"auto"``: shared by 8 ranks or more. Rank 0's value applies
+            to all.
         offload: Where ``async_take`` stores the copies: in a ``"thread"`` of this process, or in a
             separate ``"process"``, which leaves the GIL to the trainer. ``"auto"`` uses a process
             for states of 64 MiB or more, once the first such save or ``warm_up`` has started it, if
             each rank of the machine has two cores. Storages that only this process can open are
-            never offloaded. Of several ranks, all use a process or none: all must pass the same
-            value, and with ``"auto"`` they follow rank 0, whose own part of the state counts.
+            never offloaded. All ranks must pass the same value; with ``"auto"`` rank 0's part of
+            the state decides for all.
         detach: A snapshot of ``async_take`` no longer depends on this process once it is staged: it
-            is finished and committed even if this process is killed, and an exit does not wait for
-            it. Uses the uploader process for any size; if no such process is available, exits wait.
-            All ranks must pass the same value. Their uploader processes finish the snapshot while
-            the job's store is alive: an exit of the process that hosts the store waits.
-        at_exit: Treatment of pending snapshots when the interpreter exits: ``"wait"`` until they
-            are finished, or ``"abort"`` them. The staged part of a detached snapshot continues in
-            any case.
+            is committed even if this process is killed, and an exit does not wait for it. Uses the
+            uploader process for any size; if none is available, exits wait. All ranks must pass the
+            same value. The snapshot needs the job's store: an exit of the process that hosts it
+            waits.
+        at_exit: When the interpreter exits, ``"wait"`` for pending snapshots, or ``"abort"`` them.
+            The staged part of a detached snapshot continues in any case.
         max_slowdown: Largest slowdown of training steps while a snapshot of ``async_take`` is
-            stored, as a fraction: 0.02 is two percent. Uploaders on this rank are slowed until it
-            holds, but not below a hundredth of their speed, nor so far that half of ``timeout_s``
-            would not suffice. Needs steps marked with ``actorsnap.step()``. None slows nothing.
-        compression: ``"zstd:1"`` to ``"zstd:19"`` compresses the data, chunk by chunk, on the
-            threads that store it or in the uploader process; ``"zstd"`` is ``"zstd:1"``. None
-            compresses nothing. Rank 0's value applies to all. Compressed data objects are not
-            safetensors files. Needs the extra ``actorsnap[zstd]``, also to read.
-        max_gap_bytes: Two wanted ranges with at most this many unwanted bytes between them are read
-            by one request.
+            stored: 0.02 is two percent. Uploaders on this rank are slowed until it holds, but not
+            below a hundredth of their speed, nor so far that half of ``timeout_s`` would not
+            suffice. Needs steps marked with ``actorsnap.step()``. None: no limit.
+        compression: ``"zstd:1"`` (or ``"zstd"``) to ``"zstd:19"`` compresses the data, chunk by
+            chunk, on the threads that store it or in the uploader process. None: no compression.
+            Rank 0's value applies to all. Compressed data objects are not safetensors files. Needs
+            the extra ``actorsnap[zstd]``, also to read.
+        max_gap_bytes: One request reads two wanted ranges with at most this many bytes between
+            them.
         trace: A file for a timeline of each save and restore, in Chrome's trace format, written
-            when the call ends, also after a failure. ``{rank}``, ``{op}`` (save or restore) and
-            ``{name}`` (the last part of the snapshot's path) are filled in. With many ranks each
-            writes its own file; the rank is added to a name without ``{rank}``. An existing file is
-            replaced.
-        otel: Whether saves and restores become spans and metrics of OpenTelemetry: ``"on"``,
-            ``"off"``, or ``"auto"``: on if the application has configured a provider.
+            when the call ends, also after a failure; replaces an existing file. ``{rank}``,
+            ``{op}`` (save or restore) and ``{name}`` (the last part of the snapshot's path) are
+            filled in. With many ranks, the rank is added to a name without ``{rank}``.
+        otel: Make saves and restores spans and metrics of OpenTelemetry: ``"on"``, ``"off"``, or
+            ``"auto"``: on if the application has configured a provider.
     """
 
     fsync: bool = True
@@ -213,7 +208,7 @@ class Options(_Checked, frozen=True, kw_only=True):
 
 
 def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:
-    """Returns the chunk size that fits into the budget, with the memory mapped for the chunks."""
+    """Returns the chunk size that fits into the budget."""
     if chunk_bytes <= budget_bytes:
         return chunk_bytes
     # Staging memory is allocated in powers of two.
@@ -224,8 +219,8 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
     """Returns options from ``ACTORSNAP_<NAME>`` variables.
 
     Raises:
-        UsageError: A variable's value is invalid for its option, or its name is a misspelt option.
-            Other variables with this prefix are ignored.
+        UsageError: A value is invalid, or a name is a misspelt option. Other variables with this
+            prefix are ignored.
     """
     source = os.environ if environ is None else environ
     types = {field.name.upper(): field.type for field in msgspec.structs.fields(Options)}

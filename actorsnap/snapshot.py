@@ -1,4 +1,4 @@
-"""The public calls for async code. ``actorsnap.sync`` has the same calls for ordinary scripts."""
+"""The public calls for async code; ``actorsnap.sync`` has the same for ordinary scripts."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ __all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
 
 @async_call
 async def warm_up(nbytes: int, *, options: Options | None = None) -> None:
-    """Prepares this rank for asynchronous saves of ``nbytes``; otherwise the first save is slower.
+    """Prepares this rank for asynchronous saves of ``nbytes``; else the first one is slower.
 
-    Touches memory for their copies, up to ``Options.memory_budget_bytes``, and starts the uploader
-    process if ``Options.offload`` asks for it.
+    Touches memory, up to ``Options.memory_budget_bytes``, and starts the uploader process if
+    ``Options.offload`` asks for it.
 
     Raises:
         UsageError: Bad input.
@@ -50,17 +50,16 @@ async def warm_up(nbytes: int, *, options: Options | None = None) -> None:
 class Snapshot:
     """A saved app state at a URL. Creating a handle does no I/O.
 
-    A handle refers to its path, even if ``take`` returned it: each call reads the commit object
-    again, and so follows a replacement. If the snapshot is replaced during a call's reads, the call
-    starts over, at most three times (it may call ``state_dict()`` again), and then raises
-    ``SnapshotReplaced``. It also raises that if the snapshot was deleted. ``Options.timeout_s``
-    bounds the reads of each call. Reads into tensors that have reached the operating system are
-    always awaited: they must not finish later.
+    A handle refers to its path: each call reads the commit object again. If the snapshot is
+    replaced during a call's reads, the call starts over, at most three times (it may call
+    ``state_dict()`` again), and then raises ``SnapshotReplaced``, as for a deleted snapshot.
+    ``Options.timeout_s`` bounds the reads of each call. Reads into tensors that the operating
+    system has begun are always awaited.
 
     Args:
         path: A local path, ``fs://``, ``memory://`` or the URL of an installed backend.
         storage_options: Options for the backend.
-        options: How to read; None uses the defaults and the ``ACTORSNAP_*`` variables.
+        options: None uses the defaults and the ``ACTORSNAP_*`` variables.
 
     Raises:
         UsageError: A bad path or option.
@@ -82,7 +81,7 @@ class Snapshot:
 
     @property
     def path(self) -> str:
-        """The URL, without secrets."""
+        """Without secrets."""
         return self._source.location.display_url
 
     @classmethod
@@ -105,41 +104,36 @@ class Snapshot:
         """Saves ``app_state``; on return the snapshot is durable and visible.
 
         Calls ``state_dict()`` on every stateful, in sorted key order, in this thread. CPU tensors
-        are written directly from their memory, without a copy: do not change them until this
-        returns. Other tasks of the event loop keep running; if one of them trains, use
-        ``async_take``. Device tensors and non-contiguous tensors are copied through at most 48 MiB.
+        are written directly from their memory: do not change them until this returns. If another
+        task of the event loop trains, use ``async_take``. Device and non-contiguous tensors are
+        copied through at most 48 MiB.
 
-        If a torch.distributed process group is initialised, or torchrun started the process, all
-        ranks call this together, in the same order as their other calls. The result is one
-        snapshot; shared data is written once, by all ranks together. No collective is called,
-        except by a ``state_dict`` of yours. All ranks return, or raise the same error, by
-        ``Options.timeout_s``, whatever happens to one of them. ``path`` and ``step`` must be equal
-        on all ranks. Rank 0's ``metadata``, ``overwrite``, ``resume`` and storage-related options
-        apply.
+        With a torch.distributed process group, or under torchrun, all ranks call this together, in
+        the same order as their other calls, and write one snapshot, shared data once. No collective
+        is called, except by a ``state_dict`` of yours. All ranks return, or raise the same error,
+        by ``Options.timeout_s``. ``path`` and ``step`` must be equal on all ranks; rank 0's
+        ``metadata``, ``overwrite``, ``resume`` and storage-related options apply.
 
-        Other programs' files at ``path`` are not touched. After the commit, garbage of older
-        attempts is deleted; the call waits at most 5 seconds for it. If no snapshot was at
-        ``path``, complete attempts are kept, with a warning: a copy may have lost their commit
-        object.
+        Other programs' files are not touched. After the commit, garbage of older attempts is
+        deleted, for at most 5 seconds of the call. If no snapshot was at ``path``, complete
+        attempts are kept, with a warning: they may be copies without their commit object.
 
         Args:
             path: A URL without a committed snapshot.
             app_state: Statefuls by key.
-            replicated: Globs of paths that are equal on all ranks, for example ``"model/**"``; the
-                same on all ranks. Not needed for sharded tensors and modules in
+            replicated: Globs, the same on all ranks, of paths with equal values, for example
+                ``"model/**"``. Not needed for sharded tensors and modules in
                 DistributedDataParallel.
-            overwrite: Replace a committed snapshot at ``path``. It stays valid until the new one is
-                committed. Of several pending saves, the one called last remains.
-            resume: Send only data that an earlier save to ``path``, whose processes have died, has
-                not stored, if the storage can verify and copy it server-side (``s3://``,
-                ``gs://``). You assert that no job still saves to ``path``: attempts of other hosts
-                count as dead, and may fail if they are not. Checksums are compared, so any state
-                may be saved.
+            overwrite: Replace a committed snapshot at ``path``, which stays valid until the commit.
+                Of several pending saves, the one called last remains.
+            resume: Send only data that an earlier, dead save to ``path`` has not stored, if the
+                storage can verify and copy it server-side (``s3://``, ``gs://``). You assert that
+                no job still saves to ``path``: attempts of other hosts count as dead, and may fail
+                if they are not. Any state may be saved.
             step: Training step of the state, returned by ``Snapshot.step``. Ranks compare it.
-                Without it, a rank that skipped a save is not detected if all saves have one path.
+                Without it, a skipped save is not detected if all have one path.
             metadata: Any JSON object, returned by ``Snapshot.metadata``.
             storage_options: Options for the backend.
-            options: See ``Options``.
             group: The ``ProcessGroup`` whose ranks save together. None: the default group or, if
                 none is initialised, the ranks that torchrun started.
             store: A c10d store (TCPStore, or a PrefixStore of it) that all ranks reach, used
@@ -153,7 +147,7 @@ class Snapshot:
             SnapshotAborted: Storage failed or time ran out; the cause is chained. Check its
                 ``may_be_committed``.
         Cancellation: The attempt is aborted and its objects deleted before this raises, unless the
-            commit was already under way: then the snapshot is complete.
+        commit was under way: then the snapshot is complete.
         """
         save = await run_async(
             taking.take(
@@ -196,15 +190,13 @@ class Snapshot:
     ) -> PendingSnapshot:
         """Copies ``app_state`` and returns; storing and committing continue in the background.
 
-        The snapshot holds the tensors' values at the call; they may be overwritten after this
-        returns. Copies take as much memory as the state, up to the process's budget
-        (``Options.memory_budget_bytes``). A larger state delays the return until the rest is
+        The tensors may be overwritten after this returns. Copies take as much memory as the state,
+        up to ``Options.memory_budget_bytes``; a larger state delays the return until the rest is
         stored.
 
         With ``stage="lazy"`` it returns once everything is copied that code other than an
-        optimizer's step may change. The rest is copied in the background, during forward and
-        backward. The trainer must wait for it with ``PendingSnapshot.guard`` or
-        ``PendingSnapshot.staged``. See ``docs/saving.md``.
+        optimizer's step may change. The trainer must wait for the rest with
+        ``PendingSnapshot.guard`` or ``PendingSnapshot.staged``. See ``docs/saving.md``.
 
         Args, Raises and Cancellation: as ``take``. Failures after the return are raised by
         ``PendingSnapshot.wait``.
@@ -213,8 +205,8 @@ class Snapshot:
             stage: ``"eager"`` copies everything before this returns. ``"lazy"`` defers parameters
                 that require gradients of an ``nn.Module`` in ``app_state``, the state tensors of a
                 ``torch.optim.Optimizer``, and both for a ``ModelState``. Parameters that a fused
-                SGD trains are deferred only if it was guarded in an earlier save, because its steps
-                cannot be noticed.
+                SGD trains are deferred only if it was guarded in an earlier save: its steps cannot
+                be noticed.
         """
         save = await run_async(
             taking.take(
@@ -243,56 +235,51 @@ class Snapshot:
     ) -> RestoreReport:
         """Reads the snapshot into ``app_state``, in place wherever a tensor fits.
 
-        All ranks of a job call it together, on any number of ranks; it ends in the same way on all
-        of them. ``state_dict()`` and ``load_state_dict()`` are called in sorted key order on every
-        rank, even after one raised, because they may be collective. If ``Options.read_mode``
-        allows, data that several ranks want is read once and passed on among them, over separate
-        connections.
+        All ranks of a job, in any number, call it together; it ends in the same way on all.
+        ``state_dict()`` and ``load_state_dict()``, which may be collective, are called in sorted
+        key order on every rank, even after one raised. If ``Options.read_mode`` allows, data that
+        several ranks want is read once and passed on, over separate connections.
 
         ``app_state`` may have fewer keys than the snapshot. Everything is compared before the first
-        byte is read. The comparison depends on the stateful:
+        byte is read:
 
         - An ``nn.Module`` must match the snapshot leaf by leaf, in both directions. Its extra state
-          is passed to it as saved. If leaves differ and the module adapts its input (it has hooks
-          or loading code of its own), everything is read into fresh tensors and its
-          ``load_state_dict`` decides. Sharded or replicated leaves may belong to another rank now
-          (pipelines).
+          is passed to it as saved. If leaves differ and the module has hooks or loading code of its
+          own, everything is read into fresh tensors and its ``load_state_dict`` decides. Sharded or
+          replicated leaves may belong to another rank now (pipelines).
         - A ``ModelState`` is compared like its module, and its optimizers' tensors must fit. Saved
           state of parameters that have no optimizer state now is left out.
-        - A ``StateDict`` takes the structure of the snapshot. Its additional dict keys are missing,
-          and a tensor with another dtype or shape than the saved one is mismatched. Lists get the
-          saved length.
-        - Other statefuls (optimizers, schedulers) get exactly the saved state. The class of an
-          optimizer, also in a ``ModelState``, must be the saved one, which may have moved to
-          another module of yours, or your own subclass of it. ``Options.allow_optimizer_change``
-          permits others.
+        - A ``StateDict`` takes the structure of the snapshot. Its additional dict keys are missing;
+          a tensor with another dtype or shape is mismatched. Lists get the saved length.
+        - Other statefuls get exactly the saved state. The class of an optimizer, also in a
+          ``ModelState``, must be the saved one, which may have moved to another module of yours, or
+          your own subclass of it, unless ``Options.allow_optimizer_change``.
 
-        A leaf without a matching tensor is read into a fresh CPU tensor. So is a leaf whose tensor
-        is on the meta device; a module or ``StateDict`` adopts the fresh tensor. A fresh tensor has
-        the saved memory format (channels last) and a parameter's plain attributes; attributes that
-        a module on meta has set on its parameters take precedence. A read-only array is replaced by
-        a writable one.
+        A leaf without a matching tensor, or with one on the meta device, is read into a fresh CPU
+        tensor; a module or ``StateDict`` adopts it in place of a meta tensor. A fresh tensor has
+        the saved memory format (channels last) and a parameter's plain attributes; those that a
+        module on meta has set on its parameters take precedence. A read-only array is replaced by a
+        writable one.
 
         A plain tensor receives the whole of a tensor that ranks divided. A DTensor or ShardedTensor
-        receives the part that this process holds, whatever mesh saved it, also from a plain tensor.
-        It is never replaced: its dtype and global shape must be those of the snapshot. An optimizer
-        of such parameters must already have its state (``prime_optimizer``).
+        receives the part that this process holds, also from a plain tensor or another mesh. It is
+        never replaced: its dtype and global shape must be the saved ones. An optimizer of such
+        parameters must already have its state (``prime_optimizer``).
 
-        Leaves that are neither sharded nor replicated are private: the rank that saved one gets it
-        back. A rank that did not save gets the private leaves that all ranks saved with equal
-        content; others are missing, and a line among the mismatched gives the reason. Its
-        ``RNGState`` leaves the generators unchanged (``RestoreReport.kept``): seed them.
+        Leaves that are neither sharded nor replicated are private to the rank that saved them. A
+        rank that did not save gets those that all ranks saved with equal content; others are
+        missing, explained in a line among the mismatched. Its ``RNGState`` leaves the generators
+        unchanged (``RestoreReport.kept``): seed them.
 
-        If tensors share memory but were saved as separate ones, a module's tensor keeps the memory,
-        else the first one; the others are replaced by separate tensors on the same device. A
-        module's tensor that would have to be replaced counts as mismatched; with ``strict=False``
-        the memory then holds the value that the module loaded last.
+        Of tensors that share memory but were saved as separate ones, a module's tensor keeps the
+        memory, else the first; the others are replaced on the same device. A module's tensor that
+        would be replaced is mismatched; with ``strict=False`` the memory then holds the value that
+        the module loaded last.
 
         Args:
             app_state: Statefuls by key.
             strict: False restores leaves that fit, leaves the rest unchanged and reports it.
-            group: The process group of the ranks that restore; None: the default group.
-            store: See ``take``.
+            group, store: See ``take``.
 
         Returns:
             The leaves that were left out on this rank.
@@ -301,7 +288,7 @@ class Snapshot:
             UsageError: Bad input, or the ranks make different calls.
             NotASnapshot: There is no committed snapshot; describes the contents of the path.
             IncompatibleState: With ``strict``: leaves are missing, unexpected or mismatched; names
-                all of them. Nothing was changed, unless a module itself refused (``is_untouched``).
+                all. Nothing was changed, unless a module itself refused (``is_untouched``).
             Exception: Any error of a ``load_state_dict``, with a note that names its key and the
                 keys loaded before. With many ranks it is the cause of a ``RestoreAborted``.
             RestoreAborted: Another rank failed with an error that this rank cannot raise, was not
@@ -322,15 +309,12 @@ class Snapshot:
     ) -> RestorePlan:
         """Reports the reads of a ``restore`` and the leaves that do not fit; changes nothing.
 
-        All ranks of a job call it together, as ``restore``.
-
-        Args:
-            app_state, group, store: See ``restore``.
+        Called by all ranks together, with the arguments of ``restore``.
 
         Raises:
             UsageError, NotASnapshot, FormatError, StorageError, MemoryError, RestoreAborted: See
                 ``restore``.
-            Exception: Any error of a ``state_dict``, as in ``restore``.
+            Exception: Any error of a ``state_dict``.
         """
         return await run_async(
             restore.plan_restore(self._source, app_state, group=group, store=store)
@@ -343,22 +327,21 @@ class Snapshot:
         """Reads one leaf, or everything below a path.
 
         Args:
-            path: ``"3/model/layer.weight"`` as rank 3 sees it; without a rank, as rank 0 sees it.
-                Every rank sees a sharded tensor whole. Parts of a leaf
-                (``"0/model/sparse@indices"``) and single shards cannot be read.
+            path: ``"3/model/layer.weight"`` as rank 3 sees it; without a rank, as rank 0 does.
+                Sharded tensors are whole. Parts of a leaf (``sparse@indices``) and single shards
+                cannot be read.
             out: A tensor or array of the same dtype and shape to read into, on any device. A
                 DTensor receives the part that this process holds.
             memory_budget_bytes: Bound of the memory allocated besides the result, at least 1 MiB.
-                The process grows by at most this plus 4 MiB, plus the index, which is read once per
-                ``Snapshot``. Not bounded: with ``out``, a sparse or quantized tensor is first read
-                into separate memory; a view whose elements overlap (sliding windows) or have odd
-                addresses is read from its first byte to its last, including gaps; an array with
-                negative strides is filled by a copy.
+                The process grows by at most this plus 4 MiB and the index, which is read once per
+                ``Snapshot``. Not bounded with ``out``: a sparse or quantized tensor and an array
+                with negative strides are filled by a copy; a view whose elements overlap or have
+                odd addresses is read from its first byte to its last.
 
         Returns:
             ``out``, or the value. Tensors are fresh, on the CPU, in the saved memory format
-            (channels last); parameters have their plain attributes. A view of a larger tensor has
-            only its own bytes.
+                (channels last); parameters have their plain attributes. A view has only its own
+                bytes.
 
         Raises:
             UsageError: No such path; names similar ones, or the ranks that have it.
@@ -373,7 +356,7 @@ class Snapshot:
     async def get_manifest(self) -> dict[str, Entry]:
         """Returns every entry by ``"<rank>/<path>"``.
 
-        If one rank stored several shards of a tensor, they are named ``"<rank>/<path>@<offsets>"``.
+        Several shards of a tensor that one rank stored are named ``"<rank>/<path>@<offsets>"``.
 
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
@@ -382,9 +365,9 @@ class Snapshot:
 
     @async_call
     async def get_state_dict_for_key(self, key: str) -> Any:
-        """Returns the state dict saved under the top-level ``key``, with fresh CPU tensors.
+        """Returns rank 0's view of the state dict saved under ``key``, with fresh CPU tensors.
 
-        It is rank 0's view; sharded tensors are whole.
+        Sharded tensors are whole.
 
         Raises:
             UsageError: No such key; names the existing keys, or the ranks that have it.
@@ -421,13 +404,13 @@ class Snapshot:
         Args:
             level: ``"quick"`` reads the index and checks the sizes of objects. ``"full"`` also
                 compares every byte with its checksum, and reports entries that a restore would
-                refuse. It builds long values, arrays, sparse and quantized tensors one at a time,
-                so it needs memory for the largest. Pickled leaves are not unpickled.
+                refuse. It needs memory for the largest long value, array, sparse or quantized
+                tensor. Pickled leaves are not unpickled.
 
         Raises:
             NotASnapshot, FormatError: There is no readable commit object. Other damage is in the
                 report.
-            UnsupportedFormat: Reading it needs a newer release, or a package that is not installed.
+            UnsupportedFormat: Needs a newer release, or a package that is not installed.
             StorageError: Reading failed.
         """
         return await run_async(verify.verify(self._source, level=level))
@@ -444,20 +427,18 @@ class Snapshot:
         """Copies the snapshot to another place, in any storage.
 
         The copy has the same objects, byte for byte, and is committed last. Every byte is compared
-        with its checksum on the way, and at most ``Options.memory_budget_bytes`` are in flight.
-        Objects that an interrupted copy completed at ``path`` are not sent again. Attempts running
-        at ``path`` are not disturbed; garbage there is deleted after the commit, as in ``take``. If
-        the same snapshot is already committed at ``path``, nothing is done.
-
-        The handle's ``Options`` apply to both sides; ``timeout_s`` bounds the whole copy.
+        with its checksum, and at most ``Options.memory_budget_bytes`` are in flight. Objects that
+        an interrupted copy completed are not sent again. Attempts running at ``path`` are not
+        disturbed; garbage there is deleted after the commit. If the same snapshot is already
+        committed there, nothing is done. The handle's ``Options`` apply to both sides;
+        ``timeout_s`` bounds the whole copy.
 
         Args:
-            path: The destination.
-            overwrite: Replace another committed snapshot at ``path``. It stays valid until the copy
-                is committed.
+            overwrite: Replace another committed snapshot at ``path``, which stays valid until the
+                commit.
             storage_options: Options for the backend of ``path``.
-            on_event: Called for each step, on a worker thread, one call at a time. An error that it
-                raises ends the copy.
+            on_event: Called for each step, on a worker thread, one call at a time. Its error ends
+                the copy.
 
         Raises:
             UsageError: A bad path or option.
@@ -466,10 +447,9 @@ class Snapshot:
             NotASnapshot, FormatError, ChecksumMismatch: There is no snapshot here, or it is
                 damaged; names the object. Nothing was committed.
             StorageError: Reading or writing failed (the message says which), or another copy of the
-                snapshot to ``path`` is under way. Nothing was committed, unless the commit itself
-                was not answered.
-        Cancellation: Nothing is committed, or the copy is complete. Leftovers are garbage that the
-            next copy reuses.
+                snapshot to ``path`` is under way. Nothing was committed, unless the commit was not
+                answered.
+        Cancellation: Nothing is committed, or the copy is complete. The next copy reuses leftovers.
         """
         to = validation.make_location(path, storage_options)
         validation.check_flag("overwrite", overwrite)
@@ -484,33 +464,29 @@ class Snapshot:
         force: bool = False,
         replace_damaged: bool = False,
     ) -> RecoverReport:
-        """Writes a lost or damaged commit object again.
+        """Writes a lost or damaged commit object again, for example after a copy without hidden
+        files.
 
-        For example, after a copy without hidden files. Everything else must exist: all rank
-        manifests are read, and every byte of data is compared with its checksum before anything is
-        written. The recovered snapshot is the same, except that ``created`` is the start of the
-        attempt. The durability of the copied files after a power loss depends on the program that
-        copied them.
-
-        Call it in one process, while nobody saves to the path.
+        Before anything is written, all rank manifests are read, and every byte of data is compared
+        with its checksum. Only ``created`` differs: it is the start of the attempt. Durability
+        after a power loss depends on the program that copied the files. Call it in one process,
+        while nobody saves to the path.
 
         Args:
             attempt: Name of the folder, if several attempts are complete.
-            world_size: Number of ranks that saved it. Needed, and used, only if an older release
-                saved it without recording the number; its metadata is lost.
+            world_size: Used only if an older release did not record it; its metadata is lost.
             force: Also recover an attempt that may still be saved or copied: by a running process
                 of this host, or from another host within the last 24 hours.
-            replace_damaged: Replace a damaged commit object. It may have named another attempt than
-                the recovered one.
+            replace_damaged: Replace a damaged commit object, which may have named another attempt.
 
         Raises:
             UsageError: A bad argument; or several attempts are complete, the world size is needed,
-                or the attempt may still be running: the message names the argument to pass.
+                or the attempt may still be running: names the argument.
             ObjectExists: A snapshot is committed here.
             NotASnapshot: There is no attempt with a rank manifest.
             ChecksumMismatch, FormatError: Data is missing or damaged; further problems are in the
                 notes. Nothing was written.
-            UnsupportedFormat: Reading it needs a newer release, or a package that is not installed.
+            UnsupportedFormat: Needs a newer release, or a package that is not installed.
             StorageError: Reading or writing failed.
         Cancellation: Nothing is written, or the snapshot is recovered.
         """
@@ -521,7 +497,7 @@ class Snapshot:
 
     @async_call
     async def delete(self) -> None:
-        """Deletes the snapshot: first the commit object, then the objects of all attempts.
+        """Deletes the commit object, then the objects of all attempts.
 
         Raises:
             NotASnapshot: There is no snapshot; nothing was deleted.
@@ -539,8 +515,8 @@ class Snapshot:
 class PendingSnapshot:
     """A save in progress. Await it, or poll ``done()``.
 
-    Dropping the handle does not stop the save; a failure is then logged as an error.
-    ``Options.at_exit`` chooses between waiting and aborting at interpreter exit.
+    Without the handle the save continues, and a failure is logged as an error. At interpreter exit
+    ``Options.at_exit`` applies.
     """
 
     def __init__(self, save: Save) -> None:
@@ -551,7 +527,7 @@ class PendingSnapshot:
 
     @property
     def path(self) -> str:
-        """The URL, without secrets."""
+        """Without secrets."""
         return self._save.url
 
     @async_call
@@ -568,10 +544,9 @@ class PendingSnapshot:
         """Makes each optimizer's next step wait until the tensors that it changes are copied.
 
         For lazily staged saves; others never wait. The wait blocks the thread of the step before
-        anything is changed. Tensors that a step waits for are copied first, the others in the order
-        of the guarded optimizers. The hooks remove themselves after the first step that finds
-        everything copied or the save ended. A failed save does not affect the step; ``wait`` raises
-        its error.
+        anything is changed. Awaited tensors are copied first, the others in the order of the
+        guarded optimizers. The hooks remove themselves after the first step that finds everything
+        copied or the save ended. A failed save does not affect the step.
 
         Args:
             optimizers: ``torch.optim.Optimizer`` instances that train the saved tensors.
@@ -585,7 +560,7 @@ class PendingSnapshot:
         return taking.guard(self._save, optimizers)
 
     def done(self) -> bool:
-        """Returns whether the outcome is known; ``wait`` then returns at once."""
+        """Returns whether the outcome is known."""
         return self._save.is_done()
 
     @async_call
@@ -606,13 +581,13 @@ class PendingSnapshot:
     def cancel(self) -> None:
         """Requests an abort and returns at once.
 
-        ``wait`` then raises ``SnapshotAborted`` and the written objects are deleted, or it returns
-        if the commit was faster.
+        ``wait`` then raises ``SnapshotAborted`` and the written objects are deleted, unless the
+        commit was faster.
         """
         self._save.cancel("cancelled by the caller")
 
     def events(self) -> AsyncIterator[Progress]:
-        """Yields the save's progress, latest state first, ending with ``committed`` or ``aborted``.
+        """Yields the save's progress, latest state first, up to ``committed`` or ``aborted``.
 
         A slow reader skips states. Never raises the save's error.
         """

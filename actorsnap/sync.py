@@ -1,8 +1,8 @@
 """The public calls for ordinary scripts: blocking, otherwise the same as the async ones.
 
-Holds no logic. Ctrl-C in a call aborts it like a cancellation and is raised after the abort. In a
-thread with a running event loop every call raises ``UsageError``, except in notebooks (IPython
-kernels) and after ``allow_in_running_loop()``.
+Ctrl-C in a call aborts it like a cancellation and is raised after the abort. In a thread with a
+running event loop every call raises ``UsageError``, except in notebooks (IPython kernels) and after
+``allow_in_running_loop()``.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Snapshot:
 
     @property
     def path(self) -> str:
-        """The URL, without secrets."""
+        """Without secrets."""
         return self._source.location.display_url
 
     @classmethod
@@ -254,7 +254,7 @@ class PendingSnapshot:
 
     @property
     def path(self) -> str:
-        """The URL, without secrets."""
+        """Without secrets."""
         return self._save.url
 
     def staged(self) -> None:
@@ -266,12 +266,11 @@ class PendingSnapshot:
         return taking.guard(self._save, optimizers)
 
     def done(self) -> bool:
-        """Returns whether the outcome is known; ``wait`` then returns at once."""
+        """Returns whether the outcome is known."""
         return self._save.is_done()
 
     def wait(self) -> Snapshot:
-        """Blocks until the outcome is known; see ``actorsnap.PendingSnapshot.wait``. Ctrl-C
-        leaves the save running."""
+        """See ``actorsnap.PendingSnapshot.wait``. Ctrl-C leaves the save running."""
         run_sync(taking.await_pending(self._save, self._save.finished), name="PendingSnapshot.wait")
         return Snapshot._of(self._save)
 

@@ -1,1 +1,1 @@
-"""Actors: perform the decisions of the protocol. anyio only; no decisions here."""
+"""Actors: perform the decisions of the protocol. anyio only."""

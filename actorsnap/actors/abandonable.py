@@ -1,9 +1,9 @@
 """Runs a call's work in a storage that may hang, and stops waiting for it on cancellation.
 
-A thread inside a system call cannot be stopped: a write to a dead NFS server may never return. Each
-such step runs in a separate task, an errand, and a cancelled caller waits for it only for a short
-grace period. An abandoned errand keeps leased memory and descriptors until its threads return. This
-is safe for steps that do not write to the caller's memory; reads into tensors are always awaited.
+A thread in a system call cannot be stopped: a write to a dead NFS server may never return. So each
+step is an errand, a separate task. An abandoned errand keeps leased memory and descriptors until
+its threads return. Safe for steps that do not write to the caller's memory; reads into tensors are
+always awaited.
 """
 
 from __future__ import annotations
@@ -27,13 +27,10 @@ logger = Log(__name__)
 T = TypeVar("T")
 
 _GRACE_S = 2.0
-"""Grace period for a cancelled step, in seconds: enough for a healthy storage."""
-
 _CLEANUP_S = 30.0
-"""Time limit of a clean-up, in seconds; after the call's deadline only the grace period."""
+"""Limit of a clean-up; after the call's deadline only the grace period."""
 
 _CLOSE_S = 5.0
-"""Time limit for closing a storage, in seconds."""
 
 
 class AbandonableTasks:
@@ -41,8 +38,7 @@ class AbandonableTasks:
 
     Args:
         tasks: Ends when the last errand has returned.
-        run_cpu: Runs blocking calls that move bytes; None: ``run_blocking``.
-        label: Names the call in messages.
+        run_cpu: Runs calls that move bytes; None: ``run_blocking``.
         on_retry: See ``StorageContext``.
         deadline: The loop's time at which the call, clean-up included, has to end.
     """
@@ -91,7 +87,7 @@ class AbandonableTasks:
 
     @property
     def trouble(self) -> str:
-        """The last error that led to a retry, if any."""
+        """The last error that led to a retry, or empty."""
         if self._retried is None:
             return ""
         error, noted_s = self._retried
@@ -100,12 +96,10 @@ class AbandonableTasks:
     async def run(self, step: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Awaits ``step(*args)`` in a separate task.
 
-        Raises:
-            Exception: Raised by the step.
         Cancellation: Cancels the step and waits for the grace period. A step that completes within
         it is not cancelled; one that hangs is abandoned with a warning.
         """
-        scope = anyio.CancelScope(shield=True)  # cancelled by the waiting caller only
+        scope = anyio.CancelScope(shield=True)  # cancelled by the caller only
         ended = anyio.Event()
         results: list[T] = []
         errors: list[Exception] = []
@@ -158,7 +152,7 @@ class AbandonableTasks:
     async def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
         """``clean_up`` for closing a storage, within half of the remaining time.
 
-        A storage that hangs on close must leave time for the caller's next step.
+        A storage that hangs must leave time for the caller's next step.
         """
         deadline = min(self._deadline, anyio.current_effective_deadline())
         left_s = deadline - anyio.current_time()
@@ -194,12 +188,11 @@ class AbandonableTasks:
     async def _tidy(self, step: Callable[[], Awaitable[None]], left: str) -> None:
         try:
             await step()
-        except Exception:  # any error of a backend
+        except Exception:  # any error
             logger.warning("%s: %s", self._label, left, exc_info=True)
 
 
 def first_error(error: BaseException) -> BaseException:
-    """Returns the first exception of nested groups."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error

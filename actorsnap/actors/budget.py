@@ -1,13 +1,10 @@
 """A first-in-first-out byte budget, shared by all snapshots of a process.
 
-anyio's limiters count tokens; this one counts bytes. Requests are admitted strictly in order, so
-small ones do not starve a large one. A request larger than the whole budget is admitted when
-nothing else is leased.
-
-Except for staging, the first lease of each purpose may exceed the limit. A save whose storage hangs
-may hold the whole budget until its deadline, and restores must not wait for that. Also, staged
-memory is only freed by storing, which may need memory too. A task that waits for such a lease may
-hold one for an earlier purpose in ``Purpose``, and no other.
+Strictly in order, so small requests do not starve a large one. One larger than the budget is
+admitted when nothing else is leased. Except for staging, the first lease of each purpose may exceed
+the limit: restores must not wait for a save whose storage hangs, and staged memory is only freed by
+storing, which may need memory. A task that waits for such a lease may hold one for an earlier
+purpose in ``Purpose``, and no other.
 """
 
 from __future__ import annotations
@@ -26,8 +23,6 @@ __all__ = ["Budget", "BudgetStatistics", "Lease", "Purpose"]
 
 
 class Purpose(Enum):
-    """Purpose of a lease."""
-
     STAGING = auto()
     COMPRESSING = auto()
     READING = auto()
@@ -36,8 +31,6 @@ class Purpose(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetStatistics:
-    """Bytes leased now, their limit and peak, and the number of waiting requests."""
-
     leased_bytes: int
     limit_bytes: int
     peak_bytes: int
@@ -52,13 +45,7 @@ class _Waiter:
 
 
 class Lease:
-    """The right to ``nbytes`` of memory, and the memory itself.
-
-    Release it once, or use it as a context manager; releasing twice is harmless.
-
-    Attributes:
-        on_release: Called once when the lease is released, if set.
-    """
+    """The right to ``nbytes`` of memory, and the memory. Releasing it twice is harmless."""
 
     __slots__ = ("_budget", "_purpose", "nbytes", "on_release", "view")
 
@@ -92,7 +79,7 @@ class Lease:
 
 
 class Budget:
-    """Lends memory up to a limit, in order of request. Used on one event loop only.
+    """Lends memory up to a limit, in order of request. On one event loop only.
 
     Args:
         limit_bytes: At least 1.
@@ -136,14 +123,10 @@ class Budget:
         )
 
     def would_wait(self, nbytes: int) -> bool:
-        """Returns whether ``lease(nbytes)`` would wait now."""
         return bool(self._waiters) or not self._fits(nbytes)
 
     async def lease(self, nbytes: int, purpose: Purpose = Purpose.STAGING) -> Lease:
-        """Waits for its turn and for ``nbytes``, and allocates them.
-
-        Cancellation: Nothing stays leased.
-        """
+        """Waits for its turn and for ``nbytes``. Cancellation: Nothing stays leased."""
         waiter = _Waiter(nbytes, purpose)
         self._waiters.append(waiter)
         self._admit()

@@ -26,11 +26,8 @@ __all__ = ["ChecksumLedger", "manifest_of"]
 class ChecksumLedger:
     """Collects the block checksums of one object's items, in any order.
 
-    Blocks are numbered consecutively across items. A chunk's blocks are adjacent, because chunks
-    are split between blocks.
-
-    Args:
-        items: The items of the plan.
+    Blocks are numbered across items. Chunks are split between blocks, so a chunk's blocks are
+    adjacent.
     """
 
     def __init__(self, plan: ObjectPlan, items: Sequence[Item]) -> None:
@@ -54,11 +51,9 @@ class ChecksumLedger:
         return self._block_bytes[item]
 
     def itemsizes(self, staged: StagedChunk) -> list[int]:
-        """Returns the item size of each piece of a chunk, in bytes."""
         return [self._items[piece.item].itemsize for piece in staged.pieces]
 
     def record_chunk(self, chunk: StoredChunk) -> None:
-        """Records how a chunk of a compressed object was stored."""
         self._chunks[chunk.start] = chunk
 
     def record(self, staged: StagedChunk, checksums: Sequence[int]) -> None:
@@ -70,11 +65,7 @@ class ChecksumLedger:
             self._values[first : first + len(checksums)] = checksums
 
     def check_complete(self) -> None:
-        """Checks that all planned bytes are stored.
-
-        Raises:
-            RuntimeError: Chunks are missing.
-        """
+        """Raises ``RuntimeError`` unless all planned bytes are stored."""
         planned_bytes = sum([chunk.stop - chunk.start for chunk in self.plan.chunks])
         if self._recorded_bytes != planned_bytes:
             raise RuntimeError(
@@ -82,7 +73,7 @@ class ChecksumLedger:
             )
 
     def stored(self, item: int, number: int) -> Stored:
-        """Returns the location of an item, in object number ``number`` of the rank manifest."""
+        """Returns the location of an item, in object ``number`` of the rank manifest."""
         values = tuple(self._values[self._first[item] : self._first[item + 1]])
         assert None not in values, "a block was never hashed"
         return Stored(number, self.plan.starts[item], self.plan.ends[item], values)  # type: ignore[arg-type]
@@ -146,7 +137,7 @@ def _entries_of(parts: Sequence[Part], ledgers: Sequence[ChecksumLedger]) -> tup
 
 
 def _refers_to(entry: Entry, absent: set[str]) -> bool:
-    """Returns whether an entry is useless here because another rank stores its target."""
+    """Returns whether another rank stores the entry's target: it is useless here."""
     match entry:
         case ViewEntry():
             return entry.of in absent

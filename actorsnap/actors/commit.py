@@ -1,6 +1,6 @@
 """The commit: the one operation that makes a snapshot visible.
 
-Looks first, then writes the commit object, then looks again if there was no answer.
+Looks first, writes the commit object, and looks again if there was no answer.
 """
 
 from __future__ import annotations
@@ -41,14 +41,12 @@ __all__ = ["CommitActor", "CommitTemplate", "commit_alone", "is_committed"]
 logger = Log(__name__)
 
 _COMMIT_GRACE_S = 10.0
-"""Time for a commit after the caller cancels, in seconds: it usually succeeds."""
+"""For a commit after the caller cancels: it usually succeeds."""
 
 _LOOK_S = 10.0
-"""Time limit of a look at the commit object, in seconds."""
+"""Limit of a look at the commit object."""
 
 _LATE_LOOK_S = 2.0
-"""The same limit after the call's deadline, in seconds."""
-
 _NUM_LOOKERS = 16
 
 
@@ -100,13 +98,6 @@ class _Visible(Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommitTemplate:
-    """The commit object without its manifests.
-
-    Attributes:
-        save: The part that rank manifests repeat.
-        overwrite: Replace an existing commit object.
-    """
-
     attempt: str
     created: str
     save: SaveRecord
@@ -120,16 +111,12 @@ class CommitActor:
     """Commits one attempt; see ``actors.rounds.Committer``.
 
     Args:
-        records: Decodes the payloads of the commit round.
         errands: Runs the commit, which may hang.
-        deadline: The call's, as the loop's time.
-        absence: See ``CoordinatorEnd``.
         on_failure: Receives the exception of a failed commit before it is reported.
         turn: Waits for earlier saves to the same path; returns whether the commit of one may yet
             take effect.
 
     Attributes:
-        committed: The commit object, once written.
         replaced: The attempt that was replaced, if any.
         was_vacant: There was no commit object before, intact or damaged.
         is_unanswered: The result of the commit is unknown.
@@ -244,7 +231,6 @@ class CommitActor:
     async def _failed(self, error: BaseException) -> Failure | None:
         visible = await self._visible() if self._is_asked else _Visible.NONE
         if isinstance(error, ObjectExists) and visible is _Visible.OURS:
-            # The backend retried, and found the object of its first try.
             return None
         self._on_failure(error)
         self.is_unanswered = visible is _Visible.UNKNOWN
@@ -268,7 +254,6 @@ class CommitActor:
         )
 
     async def _unanswered(self) -> Failure | None:
-        """Ends a commit whose answer is no longer awaited."""
         if not self._is_asked:
             reason = self._stop_reason
             if self._is_waiting:
@@ -288,7 +273,6 @@ class CommitActor:
         )
 
     async def _visible(self) -> _Visible:
-        """Determines whose commit object is there."""
         left_s = self._deadline - anyio.current_time()
         with anyio.move_on_after(max(_LATE_LOOK_S, min(left_s, _LOOK_S))):
             try:

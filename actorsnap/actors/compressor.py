@@ -1,7 +1,6 @@
-"""Compresses staged chunks and stores each as a separate object.
+"""Compresses staged chunks and stores each as a separate object (``docs/format.md``).
 
-Implements the writer's side of ``docs/format.md`` ("Compressed data object"). Worker threads
-compress a chunk in short turns, into leased memory. A chunk that does not shrink is stored
+Threads compress a chunk in short turns, into leased memory. A chunk that does not shrink is stored
 uncompressed.
 """
 
@@ -26,17 +25,17 @@ from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
 __all__ = ["CompressedObject", "CompressedStore", "shrinks"]
 
 _TURN_S = 0.05
-"""Seconds for which a thread compresses one chunk before it yields to others."""
+"""After these a thread yields to other chunks."""
 
 _MIN_SAVED = 1 / 32
-"""Smallest part of a chunk that compression must save to be worth decompressing."""
+"""Smallest saving that is worth decompressing, as a part of the chunk."""
 
 _TRIAL_FRAMES = 4
-"""Number of frames after which a chunk that does not shrink is stored uncompressed."""
+"""Frames after which a chunk that does not shrink is stored uncompressed."""
 
 
 class CompressedObject(ObjectWriter):
-    """Represents a compressed object among writers: there is nothing to open or complete."""
+    """A compressed object among writers: there is nothing to open or complete."""
 
     def __init__(self, key: str, size: int) -> None:
         self.key = key
@@ -63,7 +62,7 @@ class CompressedStore:
 
     Args:
         num_threads: Chunks compressed at once. With more, all would be ready late.
-        max_bytes: Most bytes of chunks compressed or sent at once; None: limited by the budget.
+        max_bytes: Bytes of chunks compressed or sent at once; None: limited by the budget.
     """
 
     def __init__(
@@ -94,13 +93,7 @@ class CompressedStore:
     ) -> StoredChunk:
         """Stores the chunk of the object ``key`` that begins at byte ``start``.
 
-        Args:
-            views: The chunk's bytes.
-            itemsizes: Item size of each view, in bytes.
-            checksum: CRC32C of all views.
 
-        Raises:
-            StorageError: Storing failed.
         Cancellation: A turn that a thread has begun ends first.
         """
         nbytes = sum(map(len, views))
@@ -165,8 +158,7 @@ class _Packing:
 
     Attributes:
         done: Processed bytes of the chunk.
-        frames: Stored sizes of the frames; empty in the end if the chunk does not shrink.
-        size: Sum of ``frames``.
+        frames: Stored sizes; empty in the end if the chunk does not shrink.
         checksum: CRC32C of the frames.
     """
 
@@ -186,7 +178,6 @@ class _Packing:
         self.checksum = 0
 
     def compress_turn(self) -> bool:
-        """Compresses for one turn; returns whether more is left."""
         end_s = time.monotonic() + _TURN_S
         for source, width in self._sources:
             head, body = pack_frame(source, width=width, codec=self._codec)
@@ -209,7 +200,7 @@ class _Packing:
 def _split_frames(
     views: Sequence[memoryview], itemsizes: Sequence[int]
 ) -> Iterator[tuple[memoryview, int]]:
-    """Yields each frame and the width of its shuffle, which suits most of its bytes."""
+    """Yields each frame and the shuffle width that suits most of its bytes."""
     parts: list[memoryview] = []
     nbytes_by_itemsize: Counter[int] = Counter()
 

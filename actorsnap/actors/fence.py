@@ -1,7 +1,6 @@
-"""The fence keeps steps of the trainer from changing state that lazy staging has not copied yet.
+"""Keeps steps of the trainer from changing state that lazy staging has not copied yet.
 
-On the runtime's loop the staging actor takes chunks from it and reports copied ones. A trainer's
-thread waits for a ``Watch``, without its event loop.
+A trainer's thread waits for a ``Watch``; all else runs on the runtime's loop.
 ``planning.lazy_order`` decides the order of copies.
 """
 
@@ -40,12 +39,7 @@ class Watch:
 
 
 class Fence:
-    """Tracks uncopied state of one rank. Used on the runtime's loop, except ``is_open`` and
-    ``lazy``.
-
-    Args:
-        lazy: The leaves that are staged lazily.
-        leaves: All leaves, for their paths.
+    """Uncopied state of one rank. On the runtime's loop, except ``is_open`` and ``lazy``.
 
     Attributes:
         is_open: Nobody has to wait any more.
@@ -75,7 +69,6 @@ class Fence:
 
     @property
     def has_eager_left(self) -> bool:
-        """Whether any of these leaves is not copied yet."""
         return self.has_eager if self._backlog is None else self._backlog.has_eager_left
 
     def watch(self, watch: Watch) -> None:
@@ -99,17 +92,13 @@ class Fence:
         self._wake_copiers()
 
     def open(self) -> None:
-        """Releases all waiters: copying has finished or was abandoned."""
         self.is_open = True
         for watch in self._watches:
             watch.passed.set()
         self._watches.clear()
         self.lazy.release()
 
-    # For the staging actor
-
     def plan(self, objects: Sequence[ObjectPlan], chunks: Sequence[Chunk]) -> None:
-        """Sets the chunks that this rank copies."""
         self._has_news = anyio.Event()
         self._chunks = chunks
         self._numbers = {(chunk.object, chunk.index): n for n, chunk in enumerate(chunks)}
@@ -125,10 +114,7 @@ class Fence:
     async def next_chunk(self, copier: int) -> Chunk | None:
         """Returns the next chunk to copy, when it is due; None at the end.
 
-        While nobody waits, only one copier works: the trainer needs the CPU.
-
-        Args:
-            copier: Number of the calling copier; 0 always works.
+        While nobody waits, only copier 0 works: the trainer needs the CPU.
 
         Raises:
             StateChanged: The next leaves were changed before they were copied.
@@ -145,7 +131,7 @@ class Fence:
         return self._chunks[number]
 
     def finish(self, chunk: Chunk) -> None:
-        """Records a copied chunk, and releases the watches that waited for it only.
+        """Records a copied chunk, and releases watches that waited only for it.
 
         Raises:
             StateChanged: The copied bytes may be of a later step.
@@ -163,10 +149,10 @@ class Fence:
             self._wake_copiers()
 
     def check(self) -> None:
-        """Checks the leaves again that no watch has released: a write may have been in progress.
+        """Checks again the leaves that no watch has released.
 
         Raises:
-            StateChanged: There was one.
+            StateChanged: A write may have been in progress.
         """
         self._check(self._staged - self._passed)
 

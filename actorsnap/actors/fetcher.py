@@ -1,7 +1,4 @@
-"""Reads stored bytes into the caller's memory, and verifies their checksums there.
-
-``planning.restore`` plans the reads.
-"""
+"""Reads stored bytes into the caller's memory, as ``planning.restore`` plans, and verifies them."""
 
 from __future__ import annotations
 
@@ -30,21 +27,16 @@ from actorsnap.storage.base import RunBlocking, Storage
 __all__ = ["FetcherPool", "RangeRequest"]
 
 _MAX_VIEWS = 256
-"""Maximum number of views filled between two verifications."""
+"""Views filled between two verifications."""
 
 _MAX_NAMED = 4
-"""Maximum number of leaves that an error names."""
+"""Leaves that an error names."""
 
 _TURN_BYTES = 64 << 20
-"""Bytes that one thread reads before it yields to others."""
 
 
 class RangeRequest:
-    """Stored bytes of one leaf, and their destination.
-
-    Args:
-        index: The index that ``stored.object`` refers to.
-    """
+    """Stored bytes of one leaf, and their destination; ``index``: of ``stored.object``."""
 
     __slots__ = ("index", "key", "sink", "stored")
 
@@ -55,7 +47,7 @@ class RangeRequest:
         self.sink = sink
 
     def leaf(self) -> tuple[str, Stored]:
-        """Returns the path and the stored range of the leaf or shard. For messages only."""
+        """Returns the path and the stored range of the leaf or shard, for messages."""
         stored = self.stored
         return next(
             (path, data)
@@ -78,7 +70,6 @@ class FetcherPool:
 
     Args:
         chunk_bytes, max_gap_bytes: See ``planning.restore.plan_reads``.
-        num_fetchers: Reads in flight.
         budget: Lends memory for leaves that cannot be read in place.
     """
 
@@ -118,7 +109,7 @@ class FetcherPool:
         read_bytes: list[int] = []  # per read; appended to by threads
 
         def read_turn(row: Row) -> bool:
-            """Reads on this thread for one turn; returns whether more may be left."""
+            """Returns whether more may be left."""
             nbytes = 0
             row.note(Wait.THREAD)
             for read in in_place_left:
@@ -146,7 +137,6 @@ class FetcherPool:
             finally:
                 has_ended = True
 
-        # Threads may share iterators of lists.
         in_place_left, others_left = iter(in_place), iter(others)
         num_reads = len(in_place) + len(others)
         async with anyio.create_task_group() as outer:
@@ -169,7 +159,7 @@ class FetcherPool:
     def _plan(
         self, requests: Sequence[RangeRequest]
     ) -> tuple[list[Read], list[Read], dict[str, ChunkMap]]:
-        """Returns reads that need only a thread, the other reads, and the compressed objects."""
+        """Returns reads that need only a thread, the others, and the compressed objects."""
         reads = plan_reads(
             [Range(r.key, r.stored.start, r.stored.stop, r.sink.is_addressable) for r in requests],
             chunk_bytes=self._chunk_bytes,
@@ -270,7 +260,7 @@ class FetcherPool:
         then: Callable[[], None] | None,
         row: Row,
     ) -> None:
-        """Fills ``views`` from byte ``offset`` on; then calls ``then`` on a worker thread."""
+        """As ``_fill``, from byte ``offset`` on."""
         nbytes = sum(map(len, views))
 
         def read_and_go_on() -> None:
@@ -315,9 +305,6 @@ def _is_addressable(requests: Sequence[RangeRequest], read: Read) -> bool:
     return all(requests[part.request].sink.is_addressable for part in read.parts)
 
 
-# Verification -----------------------------------------------------------------------------------
-
-
 class _Target(NamedTuple):
     """Memory to fill: part of a leaf, or a gap (``request`` is None)."""
 
@@ -360,7 +347,7 @@ def _verify_all(targets: Sequence[_Target]) -> None:
 
 def _verify(request: RangeRequest, start: int, view: memoryview) -> None:
     stored = request.stored
-    # A single block covers the whole view: the usual case where there are many leaves.
+    # Usual with many leaves: a single block covers the view.
     block_bytes = stored.block_bytes if len(stored.crc32c) > 1 else MAX_BLOCK_BYTES
     number = start // block_bytes
     found = block_checksums(view, block_bytes)
@@ -377,9 +364,6 @@ def _verify(request: RangeRequest, start: int, view: memoryview) -> None:
     )
 
 
-# Decompression ----------------------------------------------------------------------------------
-
-
 class _Window:
     def __init__(self, views: Sequence[memoryview], start: int) -> None:
         self.views = views
@@ -388,7 +372,6 @@ class _Window:
         self.stop = self._starts[-1]
 
     def within(self, start: int, stop: int) -> _Window:
-        """Returns the part of the window within ``[start, stop)``."""
         start, stop = max(start, self.start), min(stop, self.stop)
         index = max(bisect_right(self._starts, start) - 1, 0)
         views: list[memoryview] = []
@@ -409,11 +392,7 @@ def _decompress(
     into: _Window,
     row: Row,
 ) -> None:
-    """Fills ``into`` from the frames of an extent.
-
-    Raises:
-        ChecksumMismatch: A frame is damaged; names the leaves concerned.
-    """
+    """Fills ``into`` from the frames of an extent."""
     row.note(Wait.THREAD)
     unpacker = Unpacker(extent.key)
     scratch = memoryview(b"")

@@ -1,4 +1,4 @@
-"""Items passed between the actors of one process. They hold live memory and are never encoded."""
+"""Items passed between the actors of one process; never encoded."""
 
 from __future__ import annotations
 
@@ -29,9 +29,8 @@ class StagedChunk:
 
     Attributes:
         head: The chunk's part of the object's header, or empty.
-        pieces: The following pieces, in order.
-        sources: Per item of the object, the trainer's own memory; used without a lease only.
-        lease: Memory with contiguous copies of the pieces, or None. Released after storing.
+        sources: The trainer's own memory, per item of the object; for chunks without a lease.
+        lease: Contiguous copies of the pieces, or None. Released after storing.
     """
 
     chunk: Chunk
@@ -41,9 +40,8 @@ class StagedChunk:
     lease: StagedMemory | None
 
     def views(self) -> Iterator[memoryview]:
-        """Yields one view per piece, created on demand.
-
-        Many views at once (16,000 small tensors) would trigger repeated full garbage collections.
+        """Yields one view per piece, on demand: many at once (16,000 small tensors) would trigger
+        full garbage collections.
         """
         if self.lease is None:
             for piece in self.pieces:
@@ -72,11 +70,9 @@ class StagingOrder:
     """Chunks to stage, and their destination.
 
     Attributes:
-        objects: The plan.
         chunks: In the order of storing.
-        out: Receives staged chunks; closed at the end.
-        full: Set when staging waits for memory, and at its end. Until then uploaders leave the CPU
-            to the copies, because the trainer waits for them.
+        full: Set when staging waits for memory, and at its end. Until then the trainer waits for
+            the copies, and uploaders leave the CPU to them.
     """
 
     objects: Sequence[ObjectPlan]
@@ -86,8 +82,6 @@ class StagingOrder:
 
 
 class Staging(Protocol):
-    """Stages one rank's chunks, in this process or in the one that holds the bytes."""
-
     async def run(self, order: StagingOrder) -> None:
         """Stages all chunks; releases the sources."""
         ...

@@ -1,4 +1,4 @@
-"""The objects that a rank writes in one save: opens, joins, completes, releases or deletes them."""
+"""The objects that a rank writes in one save."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class RankObjects:
     """A rank's objects, numbered as its plans.
 
     Args:
-        resumed: Dead attempts whose objects are reused, the newest first.
+        resumed: Dead attempts whose objects are reused, newest first.
         is_compressed: Each chunk is a separate object: there is nothing to open.
     """
 
@@ -52,8 +52,6 @@ class RankObjects:
     async def open(self) -> tuple[Token, ...]:
         """Opens this rank's own objects; returns the tokens of those that others join.
 
-        Raises:
-            StorageError: One could not be opened.
         Cancellation: Open objects stay open until ``delete``.
         """
         opens = [number for number, plan in enumerate(self.plans) if plan.opens]
@@ -79,11 +77,7 @@ class RankObjects:
         self._opened[number].set()
 
     async def join(self, tokens: Sequence[Token]) -> None:
-        """Opens objects of other ranks.
-
-        Raises:
-            StorageError: One could not be opened.
-        """
+        """Opens objects of other ranks."""
         for key, token in [each.opened(self.attempt) for each in tokens]:
             number = self._number_of[key]
             try:
@@ -103,7 +97,6 @@ class RankObjects:
             self._opened[number].set()
 
     async def writer_of(self, number: int) -> ObjectWriter:
-        """Returns the object's writer, once open."""
         await self._opened[number].wait()
         return self._writers[number]
 
@@ -125,11 +118,7 @@ class RankObjects:
         await self.storage.put(key, [memoryview(data)])
 
     async def delete(self) -> None:
-        """Deletes the objects that this rank opened or put; aborts those that it joined.
-
-        Raises:
-            StorageError: Some objects remain.
-        """
+        """Deletes the objects that this rank opened or put; aborts those that it joined."""
         for number, writer in self._writers.items():
             if number not in self._ended:
                 await writer.abort()
@@ -137,7 +126,7 @@ class RankObjects:
             keys = [chunk_key(plan.key, c.start) for plan in self.plans for c in plan.chunks]
         else:
             keys = [plan.key for plan in self.plans if plan.opens]
-        # The manifest first: if deletion is interrupted, the rest does not look complete.
+        # The manifest first: an interrupted deletion must not look complete.
         keys = [*self._other_keys, *keys]
         if keys:
             await self.storage.delete(keys)

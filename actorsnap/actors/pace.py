@@ -13,8 +13,6 @@ __all__ = ["Pace"]
 
 
 class Pace:
-    """The pace of all uploaders of a process. Used on one event loop only."""
-
     def __init__(self) -> None:
         self._bursts = Bursts()
         self._changed = anyio.Event()
@@ -25,18 +23,12 @@ class Pace:
         return self._bursts.duty
 
     def set(self, duty: float) -> None:
-        """Changes the duty; resting uploaders notice."""
         self._bursts.set(duty)
         self._wake()
 
     @asynccontextmanager
     async def working(self) -> AsyncIterator[bool]:
-        """Waits for permission to work; the body is one piece of work.
-
-        Yields:
-            Whether there was a rest.
-        Cancellation: Leaves nothing behind.
-        """
+        """Waits for permission to work on its body; yields whether there was a rest."""
         has_rested = False
         while (rest_s := self._bursts.rest_s(anyio.current_time())) > 0.0:
             with anyio.move_on_after(rest_s):

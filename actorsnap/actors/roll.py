@@ -37,13 +37,13 @@ __all__ = ["Caller", "Roll"]
 logger = Log(__name__)
 
 _EARLIER_S = 0.05
-"""Lead over the deadline of the call's actor, which names no absent rank, in seconds."""
+"""Lead over the deadline of the call's actor, which names no absent rank."""
 
 _LISTEN_S = 0.05
-"""Time to receive queued messages after the deadline, in seconds."""
+"""Time to receive queued messages after the deadline."""
 
 _PATIENCE_S = 3.0
-"""Extra wait for rank 0 beyond the deadline, in seconds; shorter than other limits."""
+"""Extra wait for rank 0 beyond the deadline; shorter than other limits."""
 
 
 def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
@@ -58,12 +58,11 @@ class Caller:
     """A rank's end of a call; a ``ParticipantEnd``.
 
     A rank withdraws if rank 0 has not answered by the deadline, or if it is cancelled before rank 0
-    has called: nothing was or will be written. If rank 0 calls later, it gets the reason.
-
-    If rank 0 has ended another call that this rank never made, the rank continues with the next.
+    has called: nothing was or will be written. If rank 0 calls later, it gets the reason. If rank 0
+    has ended another call that this rank never made, the rank continues with the next.
 
     Args:
-        timeout_s: Seconds from ``begin`` until rank 0 must have answered.
+        timeout_s: From ``begin`` until rank 0 must have answered.
         renew: Begins the next call and calls ``move``; returns False if it has begun already.
     """
 
@@ -95,7 +94,6 @@ class Caller:
         return self._end.has_coordinator()
 
     def begin(self) -> None:
-        """Starts the clock: this rank has called."""
         self._begun_s = anyio.current_time()
 
     def move(self, end: ParticipantEnd) -> None:
@@ -103,7 +101,6 @@ class Caller:
         self._end = end
 
     async def repeat(self) -> None:
-        """Sends all messages again."""
         for message in self._sent or ():
             await self._end.send(message)
 
@@ -123,7 +120,7 @@ class Caller:
             self._listening.cancel()
 
     def _is_behind(self, ended: bytes) -> bool:
-        """Returns whether the call ``ended`` is one that this rank has not made."""
+        """Whether this rank has not made the call ``ended``."""
         return self._is_waiting and self._failure is None and ended not in (b"", self._label.digest)
 
     async def receive(self) -> FromCoordinator | PeerLost | Broken | TakenOver:
@@ -185,7 +182,6 @@ class Roll:
     If a rank has left another call that rank 0 never made, rank 0 continues with the next.
 
     Args:
-        timeout_s: Seconds from ``begin`` until all ranks must have called.
         renew: Begins the next call, sends ``Aborted`` to all other ranks in this one, and calls
             ``move``; returns False if the next call has begun already.
     """
@@ -207,14 +203,12 @@ class Roll:
         self._has_refused = False
 
     def begin(self) -> None:
-        """Starts the clock: rank 0 has called."""
         self._begun_s = anyio.current_time()
 
     async def absence(self) -> str | None:
         return await self._end.absence()
 
     def move(self, end: CoordinatorEnd) -> None:
-        """Continues with the end of the next call."""
         self._end = end
         self._roll_call = self._roll_call.renewed()
         self._settled_s = math.inf
@@ -225,16 +219,12 @@ class Roll:
         await self._end.send(rank, message)
 
     async def _continues(self, message: Failed) -> bool:
-        """Returns whether the rank has left another call and this one becomes the next."""
         if self._renew is None or message.left in (b"", self._roll_call.label.digest):
             return False
         return await self._renew(Aborted(message.failure, message.left))
 
     async def receive(self) -> ToCoordinator | PeerLost | Broken | TakenOver:
-        """See ``CoordinatorEnd``.
-
-        After ``Failed`` for a refused call, returns only ``PeerLost`` and ``Broken``.
-        """
+        """After ``Failed`` for a refused call, returns only ``PeerLost`` and ``Broken``."""
         while True:
             message: ToCoordinator | Began | PeerLost | Broken | TakenOver | None = None
             with anyio.CancelScope(deadline=self._alarm_s()):
@@ -253,7 +243,6 @@ class Roll:
     async def _filter(
         self, message: ToCoordinator | Began | PeerLost | Broken | TakenOver
     ) -> ToCoordinator | PeerLost | Broken | TakenOver | None:
-        """Handles messages of the roll call; returns others."""
         roll_call = self._roll_call
         match message:
             case Began(rank=rank, tag=digest):

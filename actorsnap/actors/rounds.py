@@ -45,10 +45,10 @@ __all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "Participant
 T = TypeVar("T")
 
 _BACKSTOP_S = 4.0
-"""Extra wait of a rank beyond the coordinator's deadline, in seconds."""
+"""Extra wait of a rank beyond the coordinator's deadline."""
 
 _COMMIT_BACKSTOP_S = 20.0
-"""Additional wait in the commit round, in seconds: the coordinator may look for its commit."""
+"""Additional wait in the commit round: the coordinator may look for its commit."""
 
 
 Aborted: TypeAlias = Callable[[str, Stage, int | None], Failure]
@@ -59,9 +59,7 @@ class Decisions(Protocol):
     """Decides the rounds of one call. Pure."""
 
     @property
-    def stage(self) -> Stage:
-        """The work before the next round."""
-        ...
+    def stage(self) -> Stage: ...
 
     def decide(self, round: int, payloads: Mapping[int, bytes]) -> Decision:
         """Decides any round but the commit round.
@@ -73,10 +71,8 @@ class Decisions(Protocol):
 
 
 class Committer(Protocol):
-    """Performs the commit round of one call."""
-
     async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
-        """Returns None if committed. Raises for defects only."""
+        """Raises for defects only."""
         ...
 
     def hurry(self, reason: str, *, has_grace: bool) -> None:
@@ -88,7 +84,6 @@ class CoordinatorActor:
     """The coordinator of one call.
 
     Args:
-        aborted: Makes the failures of the coordinator itself.
         deadline: The loop's time; None: ``timeout_s`` after the start of ``run``.
         committer: For a call with a commit round.
         trouble: Returns the last storage error, for the message at the deadline.
@@ -167,8 +162,8 @@ class CoordinatorActor:
         if isinstance(message, Broken):
             return Failed(0, self._failure(message.reason, 0))
         if self._committer is None and (absence := await self._end.absence()):
-            # Ranks that gave this process up have ended: no round may pass. A committer checks
-            # this itself, right before it commits.
+            # Ranks that gave this process up have ended: no round may pass. A committer checks this
+            # itself, right before it commits.
             return Failed(0, self._failure(absence, 0))
         if isinstance(message, PeerLost):
             reason = explain_loss(message.rank, message.silent_s)
@@ -193,12 +188,8 @@ class CoordinatorActor:
 class ParticipantActor:
     """A rank of one call.
 
-    Args:
-        aborted: Makes the failures of this rank.
-        timeout_s: The coordinator's time limit.
 
     Attributes:
-        stage: Current work of the rank.
         outcome: None until it is known.
     """
 
@@ -237,7 +228,6 @@ class ParticipantActor:
         return error
 
     async def run(self) -> None:
-        """Listens until the outcome is known."""
         self._deadline = anyio.current_time() + self._timeout_s + _BACKSTOP_S
         while not self.is_over:
             event: ParticipantEvent | None = None
@@ -258,7 +248,6 @@ class ParticipantActor:
         Args:
             then: Stage of the following work; None: unchanged.
             commits: This is the commit round.
-            answer: Answers the coordinator's questions.
 
         Raises:
             ActorSnapError: The call has failed; the same on all ranks.
@@ -283,7 +272,6 @@ class ParticipantActor:
 
         Raises:
             ActorSnapError: The call has failed; the same on all ranks.
-            Exception: Raised by the work.
         """
         results: list[T] = []
 

@@ -1,8 +1,7 @@
 """One rank's part in one save, from its inventory to the outcome.
 
-``Saver._save`` is the script: the rank joins, opens its objects, moves bytes from staging to the
-uploaders over one bounded stream, completes the objects, and stores its manifest.
-``protocol.save`` defines the rounds in between.
+``Saver._save`` is the script; bytes move from staging to the uploaders over one bounded stream.
+``protocol.save`` defines the rounds.
 """
 
 from __future__ import annotations
@@ -62,8 +61,9 @@ logger = Log(__name__)
 _RELEASED = HostMemory(0, 0, None)
 
 _HEAD_START_S = 0.002
-"""Delay before uploaders start, in seconds: the woken trainer gets the GIL and the CPUs first,
-otherwise a switch interval (5 ms) later."""
+"""Delay before uploaders start: the woken trainer gets the GIL and the CPUs first, otherwise a
+switch interval (5 ms) later.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +74,6 @@ class SaveSettings:
         copies: Copy all bytes before storing them, so that the trainer may continue.
         num_uploaders: Chunks hashed and written at once.
         num_threads: Threads that compress a chunk.
-        timeout_s: The coordinator's time limit, in seconds.
-        pace: See ``UploaderActor``.
-        max_compressed_bytes: See ``CompressedStore``.
-        release: The release that the rank reports.
     """
 
     copies: bool
@@ -95,7 +91,7 @@ class SaveReports:
 
     Attributes:
         on_staged: Called when the trainer may overwrite its tensors.
-        on_failure: Receives the exception of a failure before it is reported to the other ranks.
+        on_failure: Receives an exception before it is reported to the other ranks.
     """
 
     board: ProgressBoard
@@ -109,8 +105,6 @@ class Saver:
 
     Args:
         captured: The rank's state; a ``Failure``: this rank only reports it.
-        end: The transport's end of this rank.
-        staging: Stages the state.
         open_storage: Opens the location that the coordinator names; the caller owns the storage.
         errands: Runs all work of this rank that may hang.
         remembered: The plan of the group's last save, with its digest.
@@ -152,19 +146,16 @@ class Saver:
         # Why the work ends: the first reason counts.
         self._failure: Failure | None = captured if isinstance(captured, Failure) else None
         self._has_stopped = False
-        # None until the rank has its part of the plan.
         self._objects: RankObjects | None = None
 
     def request_cancel(self, reason: str) -> None:
-        """Requests an abort. The commit may still win. Call on the loop only."""
+        """Requests an abort; the commit may still win. On the loop only."""
         self._failure = self._failure or Failure(reason=reason, stage=Stage.CANCEL, rank=self._rank)
         self._work_scope.cancel()
 
     async def run(self) -> Failure | None:
-        """Takes part until the outcome.
+        """Returns the failure; None if committed. Never raises for an operating failure.
 
-        Returns:
-            None if committed, else the failure. Never raises for an operating failure.
         Cancellation: Writers are closed and objects discarded, as in an abort.
         """
         try:
@@ -198,7 +189,7 @@ class Saver:
 
     @contextmanager
     def _during(self, stage: Stage, key: str | None = None) -> Iterator[None]:
-        """Records the stage and object of an error. The first error ends the work."""
+        """Records the stage and object of an error, which ends the work."""
         try:
             yield
         except BaseException as error:
@@ -208,7 +199,7 @@ class Saver:
     def _note_failure(self, error: BaseException, stage: Stage, key: str | None) -> None:
         if ends_this_task(error):
             raise error
-        # An error that a round raises at the end of the call is the outcome, not a failure here.
+        # An error raised by a round at the end of the call is the outcome.
         if self._failure is None and not self._rounds.is_over:
             self._failure = self._failure_of(first_error(error), stage, key)
         # A sibling may hang in the storage: it is abandoned.
@@ -226,8 +217,6 @@ class Saver:
         if stage is Stage.PLAN and isinstance(error, UsageError):
             return Failure.of(error, stage=stage, rank=rank)
         return failure
-
-    # The save -------------------------------------------------------------------------------------
 
     async def _save(self) -> None:
         with self._during(Stage.JOIN), self._recorder.row("participant") as row:
@@ -337,11 +326,11 @@ class Saver:
             with staged_out:
                 release_leases(staged_out)
         if not copies:
-            # The trainer's own memory was read until the last chunk was written.
+            # The trainer's own memory was read until now.
             self._announce_staged()
 
     async def _release_when_stopped(self, staged: MemoryObjectReceiveStream[StagedChunk]) -> None:
-        """Releases staged chunks if the work stops while a write hangs."""
+        """The work may stop while a write hangs."""
         try:
             await anyio.sleep_forever()
         finally:
@@ -403,8 +392,6 @@ class Saver:
             row.note(Work.MANIFEST, key, 0, len(data))
         return ManifestStored(len(data), crc32c(data))
 
-    # Pure parts -----------------------------------------------------------------------------------
-
     def _take_inventory(
         self,
     ) -> tuple[list[list[int]], Inventory, Mapping[bytes, tuple[Item, ...]]]:
@@ -433,10 +420,7 @@ class Saver:
             check_memory(plans, assignment.rules, self._budget.limit_bytes)
         return plans
 
-    # The end --------------------------------------------------------------------------------------
-
     async def _look_for_commit(self, failure: Failure) -> Failure | None:
-        """Looks in the storage: the coordinator is gone and may have committed."""
         objects = self._objects
         assert objects is not None
         if await is_committed(objects.storage, self._errands, objects.attempt):

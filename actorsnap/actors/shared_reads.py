@@ -1,11 +1,8 @@
 """Reads ranges wanted by several ranks once: each rank reads pieces and sends them to the others.
 
 Pieces are sent only after every rank has read its own (a round of ``protocol.rounds``), so no rank
-waits for one whose storage has failed. Reading the next round overlaps with sending, and copying a
-piece to its destination with sending the next one.
-
-A cancelled rank leaves in the middle of a round. Each set and turn has its own ``Peers``, so an
-abandoned broadcast cannot be confused with another one.
+waits for one whose storage has failed. Reading, sending and copying overlap. Each set and turn has
+its own ``Peers``: abandoned broadcasts are not confused with others.
 """
 
 from __future__ import annotations
@@ -26,20 +23,18 @@ from actorsnap.storage.base import RunBlocking
 __all__ = ["NUM_BUFFERS", "Peers", "SharedRange", "SharedReadActor"]
 
 NUM_BUFFERS = 4
-"""Number of buffers: two for the rank's own pieces, of this round and the next; two for others'."""
+"""Two for the rank's own pieces, of this round and the next; two for others'."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedRange:
-    """A stored range that all ranks of a set want, and its destinations on this rank."""
+    """A range that all ranks of a set want, and its destinations here."""
 
     stored: Stored
     sinks: Sequence[ByteSink]
 
 
 class Peers(Protocol):
-    """The other ranks of a set."""
-
     async def meet(self) -> None:
         """Connects to them. All call it at once, before the first broadcast."""
         ...
@@ -54,13 +49,9 @@ class SharedReadActor:
 
     Args:
         ranges: In the same order on all ranks.
-        pieces: Their split by ``planning.shared_reads.split_ranges``.
         rank: Position of this rank in the set.
         memory: ``NUM_BUFFERS`` times the bytes of the largest piece.
-        read: Reads stored ranges into memory and verifies them.
-        arrive: Waits until all ranks of the group have arrived.
         run_blocking: Copies pieces; always awaited, as the memory is the caller's.
-        errands: Runs all work that may hang.
     """
 
     def __init__(
@@ -95,7 +86,6 @@ class SharedReadActor:
         Raises:
             ChecksumMismatch, StorageError: Reading failed on this rank; raised after the pieces
                 that others wait for are sent.
-            Exception: Raised by ``arrive`` or ``peers``.
         Cancellation: Sinks hold any mixture. ``memory`` may be in use by errands.
         """
         if self._pieces:

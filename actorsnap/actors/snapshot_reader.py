@@ -44,20 +44,16 @@ logger = Log(__name__)
 T = TypeVar("T")
 
 _MAX_LISTED = 10_000
-"""Maximum number of keys listed to explain why there is no snapshot."""
+"""Keys listed to explain why there is no snapshot."""
 
 
 async def find_commit(storage: Storage, *, folder: str = "") -> Commit | None:
-    """Returns the commit object; None if there is none.
-
-    Args:
-        folder: Folder below the storage's root.
+    """Returns the commit object, if any.
 
     Raises:
-        FormatError: The commit object is damaged, or of a newer or another format.
-        StorageError: Reading failed.
+        FormatError: It is damaged, or of a newer or another format.
     """
-    # The first name again: an older snapshot may have been replaced between the two reads.
+    # Again: an older snapshot may be replaced between the two reads.
     for key in (*COMMIT_KEYS, COMMIT_KEY):
         commit = await _read_commit(storage, key, folder)
         if commit is not None:
@@ -67,7 +63,7 @@ async def find_commit(storage: Storage, *, folder: str = "") -> Commit | None:
 
 @dataclass(frozen=True, slots=True)
 class Commits:
-    """The commits under ``COMMIT_KEY`` and ``OLDER_COMMIT_KEY``; errors where they are unusable."""
+    """Under ``COMMIT_KEY`` and ``OLDER_COMMIT_KEY``; errors where unusable."""
 
     newer: Commit | FormatError | None
     older: Commit | FormatError | None
@@ -85,11 +81,7 @@ class Commits:
 
 
 async def read_commits(storage: Storage) -> Commits:
-    """Reads both names of the commit object at once: may miss a snapshot that is being replaced.
-
-    Raises:
-        StorageError: Reading failed.
-    """
+    """Reads both names of the commit object at once: may miss a snapshot that is being replaced."""
     commits: dict[str, Commit | FormatError | None] = {}
     failures: list[Exception] = []
 
@@ -120,10 +112,7 @@ async def _read_commit(storage: Storage, key: str, folder: str = "") -> Commit |
 async def is_complete(storage: Storage, run_blocking: RunBlocking, attempt: str) -> bool:
     """Returns whether an attempt lacks only a commit object: every rank has stored its manifest.
 
-    If manifests do not record the world size, the manifest of rank 0 suffices.
-
-    Raises:
-        StorageError: Reading or listing failed.
+    If manifests do not record the world size, rank 0's suffices.
     """
     try:
         data = await storage.get(manifest_key(attempt, 0))
@@ -137,7 +126,7 @@ async def is_complete(storage: Storage, run_blocking: RunBlocking, attempt: str)
 
 
 async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
-    """Returns the result of ``read``. Over a network, retries once: a bit may flip in transit."""
+    """Returns the result of ``read``; over a network, retries once: a bit may flip in transit."""
     if not storage.capabilities.has_blocking_io:
         try:
             return await read()
@@ -150,7 +139,6 @@ class SnapshotReader:
     """Reads the index of a committed snapshot, which may be replaced in the meantime.
 
     Args:
-        attempt: The attempt, if the commit object was read before.
         read_head: Returns the first bytes of a file at the storage's own URL, or None.
     """
 
@@ -172,7 +160,6 @@ class SnapshotReader:
         Raises:
             NotASnapshot: There is none; describes the content found instead.
             FormatError: It is damaged, or of a newer format.
-            StorageError: Reading failed.
         """
         try:
             commit = await find_commit(self.storage)
@@ -199,11 +186,10 @@ class SnapshotReader:
                 raise SnapshotReplaced(url=self.storage.url, is_deleted=commit is None)
 
     async def manifest(self, record: ManifestRecord) -> RankManifest:
-        """Reads the rank manifest named by ``record``.
+        """Reads a rank manifest.
 
         Raises:
             FormatError: It is missing or damaged.
-            StorageError: Reading failed.
         """
 
         async def read() -> RankManifest:

@@ -1,7 +1,6 @@
 """The staging actor: turns planned chunks into bytes that are safe to hash and write.
 
-In a blocking save, chunks of contiguous CPU tensors are views of the trainer's memory; worker
-threads copy all others into leased memory first.
+A blocking save views contiguous CPU tensors in place; others are copied.
 """
 
 from __future__ import annotations
@@ -22,20 +21,20 @@ from actorsnap.storage.base import RunBlocking
 __all__ = ["StagingActor"]
 
 _MAX_COPIED_BYTES = 48 << 20
-"""Limit of copies in a blocking save, in bytes, besides the budget. Nobody waits for them, so more
-would only use memory."""
+"""Limit of copies in a blocking save, besides the budget. Nobody waits for them: more would only
+use memory.
+"""
 
 
 class StagingActor:
     """Stages the chunks of one rank's plan; see ``Staging``.
 
     Args:
-        leaves: The state.
-        copies: Copy every chunk, so that the trainer may overwrite its tensors as soon as ``run``
-            has returned. False: only chunks that cannot be read in place.
+        copies: Copy every chunk, so that the trainer may overwrite its tensors once ``run`` has
+            returned. False: only chunks that cannot be read in place.
         num_copiers: Chunks that are copied, or wait for a thread, at once.
-        fence: Chooses the next chunk, and is notified of each copied one. None: chunks are copied
-            in the order of storing.
+        fence: Chooses the next chunk, and is notified of each copied one. None: the order of
+            storing applies.
     """
 
     _order: StagingOrder
@@ -68,7 +67,6 @@ class StagingActor:
 
         Raises:
             StateChanged: The state was changed without waiting for the fence.
-            Exception: Raised by a device copy.
         Cancellation: Leases of unsent chunks are released; a copy in flight ends first.
         """
         self._order = order
@@ -86,7 +84,7 @@ class StagingActor:
             if fence is not None:
                 fence.check()
         finally:
-            # The trainer may free its memory now, even if this actor stays referenced.
+            # The trainer may free its memory now.
             self._leaves = self._sources = ()
             if fence is not None:
                 fence.open()
@@ -155,7 +153,6 @@ class StagingActor:
 
 
 def _sources_of(plan: ObjectPlan, leaves: Sequence[Leaf]) -> list[ByteSource]:
-    """Returns the byte source of each item of an object, in stored order."""
     return [
         source if box is None else PartSource(source, box.start, stop - start)
         for source, box, start, stop in zip(

@@ -1,8 +1,7 @@
 """Progress of a running call, and a record of its actors' work.
 
 A ``ProgressBoard`` holds the latest state only: a slow reader never delays a save. A ``Recorder``
-keeps timings; an unobserved call uses ``NULL_RECORDER``. This module knows no files, and only the
-clock it is given.
+keeps timings; an unobserved call uses ``NULL_RECORDER``. Must not know files; clocks are passed in.
 """
 
 from __future__ import annotations
@@ -42,8 +41,6 @@ logger = Log(__name__)
 
 
 class Phase(StrEnum):
-    """Phase of a save."""
-
     STAGING = "staging"
     STORING = "storing"
     COMMITTED = "committed"
@@ -51,13 +48,12 @@ class Phase(StrEnum):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """A state of a save on this rank. Counters are bytes and never decrease.
+    """A state of a save on this rank. Counters are bytes before compression and never decrease.
 
     Attributes:
         phase: ``staging`` until the trainer may overwrite its tensors, then ``storing``; finally
             ``committed`` or ``aborted``.
         total_bytes: Bytes that this rank stores, headers included; 0 until planned.
-        staged_bytes, hashed_bytes, stored_bytes: Done so far, before compression.
     """
 
     phase: Phase = Phase.STAGING
@@ -115,11 +111,9 @@ class ProgressBoard:
         )
 
     def show(self, progress: Progress) -> None:
-        """Copies the state of another board of the same save."""
         self._change(**msgspec.structs.asdict(progress))
 
     def enter(self, phase: Phase) -> None:
-        """Enters ``phase``, unless the save has ended."""
         if not self._latest.is_last:
             logger.debug("%s: %s", self.label, phase)
             self._change(phase=phase)
@@ -133,8 +127,6 @@ class ProgressBoard:
 
 
 class Work(StrEnum):
-    """What an actor does."""
-
     AGREE = "agree"
     CAPTURE = "capture"
     STAGE = "stage"
@@ -156,8 +148,6 @@ class Work(StrEnum):
 
 
 class Wait(StrEnum):
-    """What an actor waits for."""
-
     MEMORY = "wait for memory"
     THREAD = "wait for a thread"
     ROOM = "wait for room"
@@ -175,14 +165,14 @@ _KINDS: dict[str, Kind] = {
 }
 
 _MAX_SPANS = 20_000
-"""Maximum number of spans of a row: some megabytes of memory. Totals continue beyond it."""
+"""Spans of a row: some megabytes of memory. Totals continue beyond it."""
 
 _MIN_WAIT_NS = 20_000
-"""Shortest wait that is recorded as a span, in nanoseconds; shorter ones only count."""
+"""Shortest wait that is recorded as a span; shorter ones only count."""
 
 
 class Span(NamedTuple):
-    """One activity of a row, on ``nbytes`` bytes of the object ``key`` from ``offset``."""
+    """An activity on ``nbytes`` bytes of the object ``key`` from ``offset``."""
 
     kind: Kind
     begin_ns: int
@@ -193,16 +183,12 @@ class Span(NamedTuple):
 
 
 class Mark(NamedTuple):
-    """An event at a moment."""
-
     at_ns: int
     name: str
     details: dict[str, str | int | float]
 
 
 class Sample(NamedTuple):
-    """A quantity at a moment."""
-
     at_ns: int
     name: str
     value: int
@@ -210,8 +196,6 @@ class Sample(NamedTuple):
 
 @dataclass(slots=True)
 class Totals:
-    """Sum of all activities of one kind. Times are nanoseconds of the recorder's clock."""
-
     begin_ns: int
     count: int = 0
     nbytes: int = 0
@@ -220,8 +204,6 @@ class Totals:
 
 
 class RowRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A ``Row``; kinds are strings."""
-
     name: str
     spans: Sequence[tuple[str, int, int, str, int, int]]
     totals: dict[str, Totals]
@@ -239,13 +221,8 @@ class Record(msgspec.Struct, frozen=True, array_like=True):
 class Row:
     """Sequential activities of one actor. Made by a ``Recorder``.
 
-    A span begins at the end of the previous one, so a call site follows the work it describes. Used
-    by one task, or a thread working for it, at a time.
-
-    Attributes:
-        name: The actor's name and a number.
-        totals: By kind, in order of first use.
-        num_dropped: Spans beyond the maximum, which were only counted.
+    A span begins at the end of the previous one: call sites follow the work they describe. Used by
+    one task, or a thread working for it, at a time.
     """
 
     def __init__(self, name: str, clock: Callable[[], int]) -> None:
@@ -297,11 +274,6 @@ class Recorder:
 
     Args:
         clock: Returns nanoseconds; the same for all processes of a machine.
-
-    Attributes:
-        begin_ns: Time of creation.
-        rows: In order of first use.
-        marks, samples: In order of arrival.
     """
 
     def __init__(self, clock: Callable[[], int]) -> None:
@@ -314,7 +286,6 @@ class Recorder:
         self._num: dict[str, int] = {}
 
     def add_row(self, actor: str) -> Row:
-        """Returns a new row, for the whole call."""
         number = self._num.get(actor, 0)
         self._num[actor] = number + 1
         row = Row(f"{actor} {number}", self._clock)
@@ -349,7 +320,6 @@ class Recorder:
         return Record(rows, list(self.marks), list(self.samples))
 
     def adopt(self, record: Record) -> None:
-        """Adds the content of another recorder on this machine."""
         for given in record.rows:
             row = Row(given.name, self._clock)
             row.spans = [Span(_KINDS[span[0]], *span[1:]) for span in given.spans]
@@ -360,7 +330,7 @@ class Recorder:
         self.samples += record.samples
 
     def clear(self) -> None:
-        """Releases all content, even if the recorder itself is kept."""
+        """Releases all content."""
         self.rows.clear()
         self.marks.clear()
         self.samples.clear()
@@ -378,8 +348,6 @@ class Recorder:
 
 
 class _NullRow(Row):
-    """A row that keeps nothing."""
-
     def __init__(self) -> None:
         super().__init__("", lambda: 0)
 
@@ -396,8 +364,6 @@ class _NullRow(Row):
 
 
 class _NullRecorder(Recorder):
-    """The recorder of an unobserved call: it keeps nothing."""
-
     def __init__(self) -> None:
         super().__init__(lambda: 0)
         self._row = _NullRow()
@@ -416,8 +382,7 @@ class _NullRecorder(Recorder):
         """Does nothing."""
 
     def sample(self, name: str, measure: Callable[[], int]) -> None:
-        """Does nothing; does not even call ``measure``, which may cost microseconds."""
+        """Does not even call ``measure``, which may cost microseconds."""
 
 
 NULL_RECORDER: Final[Recorder] = _NullRecorder()
-"""Recorder of all unobserved calls."""

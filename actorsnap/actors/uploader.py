@@ -1,8 +1,7 @@
 """The uploader actors: hash staged chunks and write them.
 
-Each chunk is hashed once, in the memory that is written; its CRC32C, which the storage gets, is
-combined from those of its blocks. If the storage can be called from threads, each block is written
-right after hashing, by the same thread, while in the CPU cache.
+Each chunk is hashed once, in the memory that is written. If the storage can be called from threads,
+each block is written right after hashing, by the same thread, while in the CPU cache.
 """
 
 from __future__ import annotations
@@ -27,20 +26,17 @@ __all__ = ["UploaderActor"]
 
 _BATCH_BYTES = 1 << 20
 _BATCH_VIEWS = 512
-"""Maximum number of views in one write call; ``_BATCH_BYTES`` limits its bytes."""
+"""Views in one write call, of at most ``_BATCH_BYTES``."""
 
 
 class UploaderActor:
     """Stores chunks until the stream ends.
 
     Args:
-        chunks: A clone of the stream of staged chunks.
-        ledgers: Per object, the receiver of its checksums.
         begin: Nothing is stored before this is set.
         report: Called with the object's number after each chunk.
         is_stopped: Returns whether to give up; called between two blocks, on any thread.
-        pace: Limits the time of work; None: no limit.
-        compressed: Stores chunks of compressed objects; None if the objects are plain.
+        pace, compressed: None for no limit, and for plain objects.
     """
 
     def __init__(

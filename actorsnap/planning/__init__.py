@@ -1,1 +1,1 @@
-"""Pure functions: inventory or manifest in, plan out. No await, clock, torch or I/O."""
+"""Pure functions: inventory or manifest in, plan out. No torch."""

@@ -1,8 +1,7 @@
 """Plans the copy of a snapshot: its objects, their order and writes, and the bytes to reuse.
 
-A copy has the same objects under the same keys, byte for byte, in the order of ``docs/format.md``
-("Write order"): data objects, rank manifests, commit object. Writes are cut between spans whose
-checksums are in the source's manifests. Must not know storages.
+A copy has the same objects, byte for byte, written in the order of ``docs/format.md``. Writes are
+cut between spans with known checksums. Must not know storages.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ __all__ = [
 
 
 class ByteRange(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of an object, and their CRC32C."""
+    """Bytes ``[start, stop)`` of an object."""
 
     start: int
     stop: int
@@ -49,7 +48,6 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An object to copy.
 
     Attributes:
-        size: In bytes.
         head: The header of a data object; all of a chunk or a rank manifest.
         data: The leaves' bytes after the head, rising and without gaps.
     """
@@ -71,12 +69,7 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects of a snapshot, except the commit object.
-
-    Attributes:
-        data: Data objects or their chunks, each once.
-        manifests: Rank manifests, written after all data objects are complete.
-    """
+    """The objects of a snapshot, except the commit object; manifests are written last."""
 
     data: tuple[ObjectCopy, ...]
     manifests: tuple[ObjectCopy, ...]
@@ -108,8 +101,7 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
             data.setdefault(record.key, set())
         for entry in manifest.entries:
             if isinstance(entry, TensorEntry | BytesEntry) and entry.data.start < entry.data.stop:
-                # Drops the object's number, which differs between the manifests of ranks that share
-                # a leaf.
+                # The object's number differs between manifests of ranks that share a leaf.
                 at = msgspec.structs.replace(entry.data, object=0)
                 data[manifest.objects[entry.data.object].key].add(at)
     copies: list[ObjectCopy] = []
@@ -126,7 +118,6 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
 
 
 def _chunk_objects(record: ObjectRecord, chunks: Collection[StoredChunk]) -> list[ObjectCopy]:
-    """Returns the chunks of a compressed object, which are copied without decoding."""
     return [
         ObjectCopy(
             key=chunk_key(record.key, chunk.start),
@@ -156,10 +147,9 @@ def split_writes(
     """Yields the object's spans, write by write.
 
     Args:
-        copied: The object.
         chunk_bytes: Largest write, unless one span or the other limits need more.
         min_write_bytes: Smallest write, except for the last one.
-        max_writes: Largest number of writes; None for no limit.
+        max_writes: None: no limit.
     """
     enough = max(chunk_bytes - MAX_BLOCK_BYTES, min_write_bytes, 1)
     if max_writes is not None:
@@ -175,11 +165,11 @@ def split_writes(
 
 
 class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects that an interrupted copy left at the destination.
+    """What an interrupted copy left at the destination.
 
     Attributes:
         complete: Keys of objects that may be kept if their bytes are right.
-        others: Keys to delete, including those that may exist partially without being listed.
+        others: Keys to delete, including those that may exist partially, unlisted.
     """
 
     complete: frozenset[str]
@@ -192,7 +182,6 @@ def sort_leftovers(plan: CopyPlan, found: Mapping[str, int], stored: Collection[
     Correct bytes are not enough: a file that was never synced reads well until the machine fails.
 
     Args:
-        plan: The copy.
         found: Keys and sizes in the attempt's folder at the destination.
         stored: Keys that a copy has noted as complete.
     """

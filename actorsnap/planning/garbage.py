@@ -1,4 +1,4 @@
-"""Finds garbage: leftovers of attempts that can no longer commit, and those that a save may resume.
+"""Finds leftovers of attempts that can no longer commit, or that a save may resume.
 
 Implements "Crash windows" of ``docs/format.md``.
 """
@@ -12,8 +12,7 @@ from actorsnap.format.layout import Attempt
 __all__ = ["MAX_ATTEMPT_S", "collectable", "resumable", "unclaimed"]
 
 MAX_ATTEMPT_S = 24 * 3600
-"""Longest time from the start of an attempt to its commit, in seconds; the coordinator enforces
-it."""
+"""Longest time from the start of an attempt to its commit, enforced by the coordinator."""
 
 
 def collectable(
@@ -24,16 +23,15 @@ def collectable(
     may_run: Callable[[Attempt], bool],
     superseded: Collection[str] = (),
 ) -> list[str]:
-    """Returns the attempts whose objects may be deleted, unless one of them is the committed one.
+    """Returns the attempts whose objects may be deleted, except the committed one.
 
     Callers must read the commit object *after* this call, or they could miss a commit.
 
     Args:
-        attempts: Attempt folders found.
-        now_s: Seconds since the epoch.
+        now_s: Since the epoch.
         host: This host and process namespace, as in attempt names.
         may_run: Whether an attempt of this host may still be under way.
-        superseded: Attempts that the caller knows were committed and replaced.
+        superseded: Attempts known to be committed and replaced.
     """
     garbage = []
     for name in attempts:
@@ -52,7 +50,7 @@ def unclaimed(garbage: Sequence[str], claims: Mapping[str, Collection[str]]) -> 
 
     Args:
         garbage: See ``collectable``; copies in it are not running.
-        claims: Attempts, and the copies that claim them.
+        claims: By attempt, the copies that claim it.
     """
     dead = frozenset(garbage)
     return [name for name in garbage if dead.issuperset(claims.get(name, ()))]
@@ -65,14 +63,9 @@ def resumable(
     may_run: Callable[[Attempt], bool],
     committed: str | None,
 ) -> list[str]:
-    """Returns the attempts whose objects a resumed save may use, the newest first.
+    """Returns the attempts whose objects a resumed save may use, newest first.
 
-    Includes attempts of other hosts: a caller that resumes asserts that their job is gone.
-
-    Args:
-        attempts: Attempt folders found.
-        host, may_run: See ``collectable``.
-        committed: The attempt that the commit object names; its objects are not leftovers.
+    Includes those of other hosts: the caller asserts that their job is gone.
     """
     found = [attempt for name in attempts if (attempt := Attempt.parse(name)) is not None]
     dead = [each for each in found if each.host != host or not may_run(each)]

@@ -1,12 +1,10 @@
-"""One rank's view of a snapshot, merged from the manifests of all ranks that saved.
+"""One rank's view of a snapshot, merged from the manifests of all ranks (``docs/format.md``).
 
-Implements the rules for shards and ``replicated`` of ``docs/format.md`` ("Entries"). Must not know
-restore targets or how bytes are read.
-
-All ranks may read shards, ``replicated`` entries and everything in a snapshot of one rank. Shards
-of a path are joined, whichever ranks wrote them. Other leaves are private: rank k gets those that
-rank k saved. A rank outside the saved world gets the private leaves that all ranks saved with equal
-content, so that no step counter is lost when the world grows, and rank 0's containers.
+All ranks may read shards (joined by path), ``replicated`` entries and everything in a snapshot of
+one rank. Other leaves are private: rank k gets those that rank k saved. A rank outside the saved
+world gets rank 0's containers and the private leaves that all ranks saved with equal content, so
+that no step counter is lost when the world grows. Must not know restore targets or how bytes are
+read.
 """
 
 from __future__ import annotations
@@ -51,10 +49,9 @@ __all__ = [
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
-    """A box of a tensor and its stored bytes.
+    """A stored box of a tensor.
 
-    ``is_disputed``: the box is the reader's own, and other ranks stored other elements under this
-    path. It may fill only an equal box.
+    ``is_disputed``: others stored other elements; it may fill only an equal box.
     """
 
     box: Box
@@ -88,10 +85,9 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         world_size: Number of ranks that saved.
-        objects: The list that ``Stored.object`` indexes.
         entries: In traversal order.
-        held_by_other_ranks: Paths of leaves that are private to other ranks, with those ranks.
-        optimizers: See ``RankManifest``; the rank's own values win, then those of the lowest rank.
+        held_by_other_ranks: Paths of others' private leaves, with those ranks.
+        optimizers: See ``RankManifest``; the rank's own values win, then the lowest rank's.
     """
 
     attempt: str
@@ -104,9 +100,6 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
 
 def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
     """Returns the view of one rank, which need not have saved.
-
-    Args:
-        manifests: Manifests of all ranks that saved, by rank.
 
     Raises:
         FormatError: Shards of one path belong to different tensors.
@@ -145,7 +138,7 @@ def holes(manifests: Iterable[RankManifest]) -> Iterator[FormatError]:
 
 
 def named_entries(manifest: RankManifest) -> dict[str, Entry]:
-    """Returns the entries by path; shards that share a path are named ``<path>@<offsets>``."""
+    """Returns the entries by path; ``<path>@<offsets>`` for shards that share one."""
     by_path = {entry.path: entry for entry in manifest.entries}
     if len(by_path) == len(manifest.entries):
         return by_path
@@ -159,7 +152,6 @@ def named_entries(manifest: RankManifest) -> dict[str, Entry]:
 
 
 def named_ranks(ranks: Sequence[int]) -> str:
-    """Formats ranks for messages; shows the first 16."""
     shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
@@ -197,13 +189,12 @@ class _Merger:
         self._template = manifests[0] if self._own is None else self._own
         others = [each for each in manifests.values() if each is not self._template]
         self._in_order = [self._template, *others]
-        # Objects are numbered in this order, so the template's entries stay unchanged.
         self._records = list(self._template.objects)
         self._numbers = {record.part: number for number, record in enumerate(self._records)}
         own_entries = () if self._own is None else self._own.entries
         self._entries: dict[str, AnyEntry] = {entry.path: entry for entry in own_entries}
         self._own_paths = frozenset(self._entries)
-        # By path: the ranks that hold a private leaf.
+        # By path: the holders of a private leaf.
         self._private: dict[str, list[int]] = {}
 
     def index(self) -> Index:
@@ -229,7 +220,6 @@ class _Merger:
         )
 
     def _take_readable(self) -> None:
-        """Takes the entries that all ranks may read, and finds the private ones."""
         shards: dict[str, list[tuple[RankManifest, TensorEntry]]] = {}
         is_alone = len(self._in_order) == 1
         for manifest in self._in_order:
@@ -250,7 +240,7 @@ class _Merger:
                 self._entries[path] = self._join(path, held)
 
     def _join(self, path: str, held: Sequence[tuple[RankManifest, TensorEntry]]) -> ShardedEntry:
-        """Joins the shards of a path into one entry; the rank's own shards come first.
+        """Joins the shards of a path; the rank's own shards come first.
 
         A box that ranks stored with different values is disputed: tensors of several meshes have
         this path. All boxes are if meshes cut the path differently and checksums cannot prove that
@@ -317,10 +307,7 @@ class _Merger:
                     self._entries.setdefault(entry.path, entry)
 
     def _drop_broken_lists(self) -> None:
-        """Drops lists that this rank did not save and that lack an item.
-
-        Later items would move up.
-        """
+        """Drops others' lists that lack an item: later items would move up."""
         lists = {
             entry.path
             for manifest in self._in_order
@@ -342,7 +329,7 @@ class _Merger:
                     self._private.setdefault(path, list(self._manifests))
 
     def _add_containers(self) -> None:
-        """Adds the containers of the entries; for a rank that did not save, also empty ones."""
+        """Adds the containers; for a rank that did not save, also empty ones."""
         needed = {parent for path in self._entries for parent in _ancestors(path)}
         if self._own is None:
             entries = self._template.entries
@@ -371,7 +358,7 @@ class _Merger:
     def _order(self) -> list[str]:
         """Returns the paths in an order that agrees with every rank's as far as possible.
 
-        Ranks that divide a state store rising parts of it. So a rank's paths follow those of lower
+        Ranks that divide a state store rising parts of it: a rank's paths follow those of lower
         ranks, but precede paths that follow them on both. The rank's own paths keep their order.
         """
         following: dict[str | None, str | None] = {None: None}
@@ -417,7 +404,7 @@ def _closure(path: str, entries: Mapping[str, Entry]) -> list[Entry]:
 
 
 def _content(path: str, entries: Mapping[str, Entry]) -> list[Any]:
-    """Returns a value that is equal if two ranks' leaves are (and, but for CRC32C, only then)."""
+    """Returns equal values for equal leaves (and, but for CRC32C, only for those)."""
     return [
         # Without the place in the storage.
         msgspec.structs.replace(

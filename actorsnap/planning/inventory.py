@@ -1,10 +1,7 @@
 """A rank's inventory, and checks that ranks agree about sharded tensors.
 
-A *scope* is a list of items that several ranks hold. An inventory names it by a digest; the list
-itself is sent once. Private items are not named.
-
-Meshes, DistributedDataParallel and the caller declare which items are equal. Contents are not
-compared (``docs/decisions``, 0007).
+A *scope* is a list of items that several ranks hold; inventories name it by a digest. Private items
+are not named. Contents are not compared.
 """
 
 from __future__ import annotations
@@ -35,20 +32,18 @@ __all__ = [
 ]
 
 _DIGEST_BYTES = 12
-"""Size of a digest. Every rank sends two per save, and ranks are not adversaries."""
+"""Every rank sends two per save; ranks are not adversaries."""
 
 _MAX_LINES = 50
-"""Most lines of an error message, which goes to every rank."""
+"""Limit of an error message, which goes to every rank."""
 
 
 class Scope(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Items that a rank holds together with other ranks, with equal values.
 
     Attributes:
-        ranks: The holders, rising. Each lists this scope, perhaps with other items. None: all ranks
-            of the job; a rank that lists no such scope has no such items.
-        digest: Digest of the item list.
-        nbytes: Bytes of the items.
+        ranks: The holders, rising. Each lists this scope, perhaps with other items. None: all
+            ranks; one that lists no such scope has no such items.
     """
 
     ranks: tuple[int, ...] | None
@@ -61,7 +56,6 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         private_bytes: Bytes of the items in no scope.
-        globs: The caller's ``replicated`` patterns.
         sharded: Digest of the rank's ``Sharded`` list; empty if the list is empty.
     """
 
@@ -76,7 +70,7 @@ class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         shape: The whole tensor's.
-        ranks, num_ranks: The ranks that hold parts (also empty ones): ``ranks_digest`` and number.
+        ranks, num_ranks: ``ranks_digest`` and number of the ranks that hold parts, also empty ones.
     """
 
     path: str
@@ -90,13 +84,13 @@ _encoder = msgspec.msgpack.Encoder()
 
 
 def digest_of(value: Any) -> bytes:
-    """Returns a 12-byte digest of a value that msgpack can encode; equal in every process."""
+    """Returns 12 bytes, equal in every process."""
     return blake2b(_encoder.encode(value), digest_size=_DIGEST_BYTES).digest()
 
 
 @functools.lru_cache
 def ranks_digest(ranks: tuple[int, ...]) -> bytes:
-    """Returns an 8-byte digest; cached, because a thousand tensors may share their ranks."""
+    """Returns an 8-byte digest; cached, as a thousand tensors may share their ranks."""
     return digest_of(ranks)[:8]
 
 
@@ -110,9 +104,7 @@ def build_inventory(
     """Returns a rank's inventory, and the item lists of its scopes by digest.
 
     Args:
-        items: All items of the rank.
-        scopes: Per scope, its ranks and the indices of its items. Other items are private.
-        globs: The caller's ``replicated`` patterns.
+        scopes: Per scope, its ranks and the indices of its items.
         sharded: The tensors that the rank holds a part of, including empty parts.
     """
     private_bytes = sum([item.nbytes for item in items])
@@ -132,7 +124,7 @@ def build_inventory(
 def on_several_meshes(
     lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
 ) -> frozenset[str]:
-    """Returns the paths that may name several tensors. Arguments as for ``check_sharded``."""
+    """Returns the paths that may name several tensors; see ``check_sharded``."""
     meshes: dict[str, set[bytes]] = {}
     for _, tensors in lists:
         for tensor in tensors:
@@ -147,8 +139,8 @@ def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> N
         lists: Each distinct list of sharded tensors, with the ranks that report it, rising.
 
     Raises:
-        UsageError: Ranks disagree about the dtype or shape of a tensor, or a rank that holds a part
-            lacks the tensor: that part would be lost. Names all.
+        UsageError: Ranks disagree about dtypes or shapes, or a rank that holds a part lacks the
+            tensor: that part would be lost. Names all.
     """
     seen: dict[str, tuple[Sharded, int]] = {}
     complaints: list[str] = []
@@ -178,7 +170,6 @@ def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> N
 
 
 def refuse(complaints: Sequence[str], title: str) -> None:
-    """Raises ``UsageError`` with the first complaints, if there are any."""
     if not complaints:
         return
     more = len(complaints) - _MAX_LINES

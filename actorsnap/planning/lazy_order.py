@@ -1,11 +1,9 @@
-"""Orders the chunks that a lazy staging copies, and tracks the remaining ones.
+"""Orders the chunks that a lazy staging copies; leaves, chunks and optimizers are numbers.
 
-Leaves, chunks and optimizers are numbers here. Order of copies:
-
-1. Eager chunks, which hold bytes of an eager leaf: the caller of the save waits for them.
+1. Eager chunks, with bytes of an eager leaf: the caller of the save waits for them.
 2. Chunks that a step waits for.
 3. Chunks that optimizers will touch, in that order.
-4. The other chunks, in the order in which they are to be stored.
+4. The others, in the order of storing.
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ class Backlog:
 
     Args:
         leaves_of: The leaves in each chunk, in the order of storing.
-        eager: The leaves that the caller waits for.
     """
 
     def __init__(self, leaves_of: Sequence[Collection[int]], *, eager: Collection[int]) -> None:
@@ -67,7 +64,7 @@ class Backlog:
         return not self._queue
 
     def take(self) -> int | None:
-        """Returns the number of the next chunk to copy; None if no chunk is left."""
+        """Returns the next chunk to copy, if any."""
         return self._queue.pop() if self._queue else None
 
     def finish(self, chunk: int) -> None:
@@ -87,7 +84,6 @@ class Backlog:
         self._sort()
 
     def promote(self, chunks: Iterable[int]) -> None:
-        """Notes that a step waits for these chunks."""
         self._awaited.update(chunks)
         self._sort()
 

@@ -1,7 +1,4 @@
-"""Computes the boxes of a distributed tensor that one rank of a mesh holds.
-
-Reproduces the index arithmetic of ``torch.chunk`` as DTensor applies it.
-"""
+"""Computes the boxes of a distributed tensor that one rank of a mesh holds, as ``torch.chunk``."""
 
 from __future__ import annotations
 
@@ -23,11 +20,9 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     """A mesh axis that cuts a dim of a tensor, seen from one rank.
 
     Attributes:
-        parts: Number of ranks along the axis.
-        index: This rank's position along the axis.
-        groups: Number of pieces that the dim is cut into first. Each is then cut into ``parts``,
-            of which the rank holds one. 1 for an ordinary shard. FSDP2 uses more for dims that
-            tensor parallelism cuts further to the right.
+        parts, index: Ranks along the axis, and this rank's position.
+        groups: Pieces that the dim is cut into first; each is then cut into ``parts``. FSDP2 uses
+            several for dims that tensor parallelism cuts further to the right.
     """
 
     dim: int
@@ -44,7 +39,7 @@ class Placed(msgspec.Struct, frozen=True, gc=False):
 
 
 def _chunk(size: int, parts: int, index: int) -> Run:
-    """Returns part ``index`` of ``size`` indices; the last parts are short."""
+    """The last parts are short."""
     step = -(-size // parts)
     return min(size, step * index), min(size, step * (index + 1))
 
@@ -90,19 +85,15 @@ def _all_runs(shape: Sequence[int], cuts: Sequence[Placement]) -> list[list[Run]
 
 
 def local_shape(shape: Sequence[int], cuts: Sequence[Placement]) -> tuple[int, ...]:
-    """Returns the shape of a rank's local tensor, after these cuts in this order.
-
-    Raises:
-        ValueError: A cut does not fit the shape.
-    """
+    """Returns the shape of a rank's local tensor after these cuts, in order."""
     return tuple([sum([stop - start for start, stop in runs]) for runs in _all_runs(shape, cuts)])
 
 
 def place(shape: Sequence[int], cuts: Sequence[Placement]) -> list[Placed]:
     """Returns the boxes that a rank holds, in the C order of its local tensor.
 
-    One box, or several if a dim is cut in groups; none if the rank holds nothing. Of a tensor
-    without elements every rank holds the whole (empty) box, so that a manifest names it.
+    Several if a dim is cut in groups. Every rank holds the whole (empty) box of a tensor without
+    elements, so that a manifest names it.
 
     Raises:
         ValueError: A cut does not fit the shape.

@@ -1,11 +1,8 @@
-"""Packs leaves into data objects and splits a rank's writes into chunks.
+"""Packs leaves into data objects and splits a rank's writes into chunks (``docs/format.md``).
 
-Implements "Objects" and "Data object" of ``docs/format.md``. Aims at a few balanced objects that
-finish together. A large leaf stays in one object; small leaves are packed in traversal order, so
-that a reader needs few requests.
-
-Equal input gives an equal layout on every rank, so ranks can write one object together and exchange
-only byte ranges (``RankPlan``).
+Aims at a few balanced objects that finish together; small leaves keep traversal order, so that
+readers need few requests. Equal input gives an equal layout on every rank, so ranks can write one
+object together and exchange only byte ranges.
 """
 
 from __future__ import annotations
@@ -51,10 +48,10 @@ __all__ = [
 ]
 
 _SMALL_KEY_BYTES = 1 << 20
-"""Smallest key that gets objects of its own, in bytes."""
+"""Smallest key that gets its own objects."""
 
 _RUN_BYTES = 8 << 20
-"""Smallest leaf, or run of leaves, that is balanced over objects on its own, in bytes."""
+"""Smallest leaf, or run of leaves, that is balanced over objects on its own."""
 
 
 class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -64,9 +61,8 @@ class Item(msgspec.Struct, frozen=True, array_like=True, gc=False):
         path: Escaped; unique within the rank.
         dtype: torch dtype name; ``uint8`` for raw bytes.
         shape: The shard's, for a shard.
-        nbytes, itemsize: Bytes of the item and of one element.
         replicated: Every rank holds the same value.
-        offsets, global_shape: Shards only: origin in the tensor, and the tensor's shape.
+        offsets, global_shape: Shards only: origin in the tensor, and its shape.
         is_whole: Must not be divided: other entries refer to it, or it is empty.
     """
 
@@ -95,7 +91,7 @@ class ItemBox(msgspec.Struct, frozen=True, gc=False):
 
 
 class Chunk(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of object number ``object``."""
+    """Bytes ``[start, stop)`` of an object."""
 
     object: int
     index: int
@@ -104,7 +100,7 @@ class Chunk(msgspec.Struct, frozen=True, gc=False):
 
 
 class Piece(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of leaf number ``item`` of the object plan."""
+    """Bytes ``[start, stop)`` of a leaf of the object plan."""
 
     item: int
     start: int
@@ -114,15 +110,12 @@ class Piece(msgspec.Struct, frozen=True, gc=False):
 class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
     """The part of a data object that one rank writes; usually all of it.
 
-    A leaf is a whole item, or a box of an item that other ranks write too. Each leaf has its own
-    checksum blocks.
+    A leaf is an item, or a box of one that other ranks write too, and has its own checksum blocks.
 
     Attributes:
-        header: The safetensors header; the object's first bytes.
-        items: Per leaf, in stored order, the index of its item among the rank's items.
-        starts, ends: Per leaf, its absolute byte range.
-        boxes: Per leaf, its box of the item; None for the whole item.
-        size: Bytes of the whole object.
+        items, starts, ends, boxes: Per leaf, in stored order: index of its item among the rank's,
+            absolute byte range, and box (None: the whole item).
+        size: Of the whole object.
         opens: This rank creates and completes the object, and writes the header.
         is_shared: Other ranks write to it too.
         chunks: Cover the one range that the rank writes. Split leaves at multiples of the largest
@@ -163,15 +156,13 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """Knobs of ``pack``.
 
     Attributes:
-        chunk_bytes: Largest chunk, unless ``min_write_bytes`` or ``max_writes`` demand larger ones;
-            at least two blocks.
-        max_objects: Most objects per top-level key.
+        chunk_bytes: Largest chunk, at least two blocks; ``min_write_bytes`` and ``max_writes`` take
+            precedence.
+        max_objects: Per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
         min_write_bytes: Smallest chunk, except at the end of an object.
-        max_writes: Most chunks of an object, over all its writers; None for no limit.
-        max_object_bytes: Largest object; None for no limit. A leaf must have less than half of it.
-        has_joined_writers: Objects may have several writers.
-        codec: Compresses chunks, if any.
+        max_writes: Most chunks of an object, over all its writers; None: no limit.
+        max_object_bytes: None: no limit. A leaf must have less than half of it.
     """
 
     chunk_bytes: int
@@ -190,10 +181,10 @@ class PackingRules(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
 
 def least_write_bytes(size: int, *, min_write_bytes: int, max_writes: int | None) -> int:
-    """Returns the smallest write to an object of ``size`` bytes, except for its last write.
+    """Returns the smallest write, except the last, to an object of ``size`` bytes.
 
-    Keeps the number of writes within ``max_writes``, and gives each its own number: its offset
-    divided by the result.
+    Keeps the number of writes within ``max_writes``, and gives each its own number (offset /
+    result).
     """
     return max(min_write_bytes, 1 if max_writes is None else -(-size // max_writes))
 
@@ -202,7 +193,6 @@ class ObjectPart(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """The part of a shared object that a rank writes. Empty only in an empty object.
 
     Attributes:
-        number: Number of the object, as ``arrange`` counts.
         start, stop: Byte range, counted from the end of the header.
         opens, is_shared: See ``ObjectPlan``. The opener also writes the first byte.
     """
@@ -219,11 +209,10 @@ class Share(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         scope: Index of the scope in the rank's own inventory.
-        items: The group's items in the scope's list, as rising ranges ``(start, stop)``, packed
-            in ``canonical`` order. None: all items, in list order.
+        items: The group's items in the scope's list, as rising ranges ``(start, stop)``, packed in
+            ``canonical`` order. None: all items, in list order.
         rank: The lowest holder, which the objects' keys name.
         first: Number of the group's first object among those of ``rank``.
-        num_holders: Number of ranks that hold the group.
         parts: By rising object number. Together they are one range of the group's bytes.
     """
 
@@ -243,7 +232,6 @@ class RankPlan(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def is_shared(self) -> bool:
-        """Whether other ranks write to an object of this rank, too."""
         return any(part.is_shared for share in self.shares for part in share.parts)
 
 
@@ -264,8 +252,6 @@ def pack(
     Covers each byte that the plan assigns to the rank, and each item outside ``scopes``, once.
 
     Args:
-        items: All items of the rank, in traversal order.
-        attempt: The attempt's folder.
         scopes: Per scope of the rank's inventory, the indices of its items, in list order.
         plan: This rank's plan from ``plan_save``.
     """
@@ -308,7 +294,7 @@ def pack(
 def write_order(objects: Sequence[ObjectPlan]) -> list[Chunk]:
     """Returns all chunks, interleaved so that all objects advance at the same rate.
 
-    Two threads are no faster than one on the same file, because of the inode lock.
+    Two threads are no faster than one on the same file: inode lock.
     """
     chunks = [chunk for plan in objects for chunk in plan.chunks]
     chunks.sort(key=lambda c: ((c.index + 0.5) / len(objects[c.object].chunks), c.object))
@@ -319,8 +305,7 @@ class Arranged(msgspec.Struct, frozen=True, gc=False):
     """The items of one object.
 
     Attributes:
-        token: The top-level key's token; None for an object of small keys.
-        number: Number of the object among those of its key.
+        token: The top-level key's; None for an object of small keys.
         items: Positions among the arranged items, in stored order.
     """
 
@@ -348,7 +333,7 @@ def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) ->
 
     def add(token: str | None, groups: Sequence[list[int]]) -> None:
         for number, group in enumerate(groups):
-            # Falling item size aligns each tensor to its own item size, without gaps.
+            # Falling item size aligns tensors without gaps.
             group.sort(key=lambda index: -items[index].itemsize)
             objects.append(Arranged(token, number, group))
 
@@ -358,7 +343,7 @@ def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) ->
             continue
         count = max(1, min(max_objects, totals[token] // max(1, rules.min_object_bytes)))
         if rules.max_object_bytes is not None:
-            # An object has less than an equal share plus one leaf; each may be half of the limit.
+            # Objects have less than an equal share plus one leaf, each up to half of the limit.
             count = max(count, -(-totals[token] // (rules.max_object_bytes // 2)))
         add(token, _distribute(items, members, count))
     add(None, _split_headers(items, small))
@@ -366,12 +351,11 @@ def arrange(items: Sequence[Item], rules: PackingRules, num_writers: int = 1) ->
 
 
 def canonical(item: Item) -> tuple[str, tuple[int, ...]]:
-    """Returns the sort key of items that the ranks' lists order differently."""
     return item.path, item.offsets or ()
 
 
 def _distribute(items: Sequence[Item], members: list[int], count: int) -> list[list[int]]:
-    """Spreads a key's items over objects: the largest unit first, to the lightest object."""
+    """Spreads a key's items: the largest unit first, to the lightest object."""
     if count == 1:
         return _split_headers(items, members)
     units: list[tuple[int, list[int]]] = []
@@ -401,8 +385,7 @@ def _distribute(items: Sequence[Item], members: list[int], count: int) -> list[l
 
 
 def _split_headers(items: Sequence[Item], members: list[int]) -> list[list[int]]:
-    """Splits ``members`` where a header would exceed the format's limit."""
-    # At most 12 bytes for a character, 32 for an offset or a size, 128 for the rest of an entry.
+    # At most 12 bytes per character, 32 per offset or size, 128 for the rest of an entry.
     bound = sum(12 * len(items[i].path) + 64 * len(items[i].shape) + 192 for i in members)
     if bound <= MAX_HEADER_BYTES:
         return [members] if members else []
@@ -420,7 +403,6 @@ def _split_headers(items: Sequence[Item], members: list[int]) -> list[list[int]]
 
 
 _Leaf: TypeAlias = tuple[int, int, int, ItemBox | None]
-"""A leaf of an ``ObjectPlan``: item, start, end and box."""
 
 
 def _name(item: Item, strip: int) -> str:
@@ -522,8 +504,8 @@ def _split_writes(
 ) -> Iterator[tuple[int, int]]:
     """Splits ``[begin, stop)`` between leaves, or inside one on the grid of the largest blocks.
 
-    Each chunk but the last has more than ``chunk_bytes`` less a block, unless it had to leave
-    ``min_last_bytes`` for the last one; then it has that much itself.
+    Chunks but the last have more than ``chunk_bytes`` less a block, unless one had to leave
+    ``min_last_bytes`` for the last; then it has that much.
     """
     for start, end in zip(starts, ends, strict=True):
         while end - begin > chunk_bytes:
@@ -541,13 +523,12 @@ def _split_writes(
 
 
 def _last_cut(starts: Sequence[int], at: int) -> int:
-    """Returns the last possible cut up to ``at``; 0 if it is in the header."""
     index = bisect_right(starts, at) - 1
     return 0 if index < 0 else at - (at - starts[index]) % MAX_BLOCK_BYTES
 
 
 def check_memory(objects: Sequence[ObjectPlan], rules: PackingRules, budget_bytes: int) -> None:
-    """Raises ``UsageError`` if the storage demands a chunk whose copy exceeds the budget."""
+    """Raises ``UsageError`` if a required chunk's copy exceeds the budget."""
     for plan in objects:
         needed = max([chunk.stop - max(chunk.start, len(plan.header)) for chunk in plan.chunks])
         if needed > max(rules.chunk_bytes, budget_bytes):

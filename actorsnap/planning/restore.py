@@ -1,9 +1,4 @@
-"""Plans the reads of a restore, from boxes of tensors to stored bytes.
-
-``plan_boxes`` selects the bytes of stored boxes that fill other boxes, in whole checksum blocks.
-``plan_reads`` merges and splits byte ranges into reads. ``ChunkMap`` maps bytes of a compressed
-object to stored bytes (``docs/format.md``, "Compressed data object").
-"""
+"""Plans the reads of a restore, from boxes of tensors to stored bytes."""
 
 from __future__ import annotations
 
@@ -35,16 +30,13 @@ __all__ = [
 ]
 
 
-# Boxes of a tensor ----------------------------------------------------------------------------
-
-
 class BoxRead(msgspec.Struct, frozen=True, gc=False):
-    """Whole checksum blocks ``[start, stop)`` of stored box number ``stored``, in bytes.
+    """Whole checksum blocks, bytes ``[start, stop)`` of stored box number ``stored``.
 
     Attributes:
         wanted: Numbers of the wanted boxes that have elements of these bytes, rising.
-        at: Offset in the only wanted box, in bytes, if it has all these bytes in the same order.
-            Else None: the elements are scattered or dropped.
+        at: Byte offset in the only wanted box, if it has all these bytes in the same order. Else
+            None: the elements are scattered or dropped.
     """
 
     stored: int
@@ -68,17 +60,15 @@ def plan_boxes(
     Reads no block without wanted elements, and none twice if wanted boxes do not overlap.
 
     Args:
-        path: For errors.
-        stored: Boxes, each stored in C order. Disjoint, except for boxes that equal a wanted one.
-        itemsize: Bytes of an element.
-        block_bytes: Per stored box, the size of its checksum blocks.
+        stored: In C order. Disjoint, except for boxes that equal a wanted one.
+        block_bytes: Size of checksum blocks, per stored box.
         disputed: Numbers of stored boxes that may fill only an equal wanted box.
 
     Raises:
         FormatError: Wanted elements are in no stored box, or in several.
     """
     finder = _Finder(stored)
-    # The usual case; and where meshes have different tensors under this path, the right box.
+    # The usual case; if meshes have different tensors under this path, the right box.
     same = {box: index for index, box in enumerate(stored)}
     shares: dict[int, list[tuple[int, Box]]] = {}
     for number, box in enumerate(wanted):
@@ -129,7 +119,7 @@ class _Finder:
 
 
 def find_hole(whole: Box, parts: Sequence[Box]) -> Box | None:
-    """Returns a box in ``whole`` that no part covers; None if there is none."""
+    """Returns a box in ``whole`` that no part covers, if any."""
     if covers_exactly(whole, parts):
         return None
     left = [whole]
@@ -209,7 +199,6 @@ def _spans(box: Box, part: Box, itemsize: int, *, min_gap_bytes: int) -> Iterato
         reversed(inner.offsets), reversed(inner.sizes), reversed(box.sizes), strict=True
     ):
         first += offset * pitch
-        # Gaps along an outer dim are never smaller.
         if rows or (size > 1 and pitch - length >= min_gap_bytes):
             rows.append(range(0, size * pitch, pitch))
         else:
@@ -220,14 +209,8 @@ def _spans(box: Box, part: Box, itemsize: int, *, min_gap_bytes: int) -> Iterato
         yield start, start + length
 
 
-# Byte ranges of objects -----------------------------------------------------------------------
-
-
 class Range(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of one leaf in the object ``key``.
-
-    ``in_place``: they can be read directly into their destination.
-    """
+    """Bytes ``[start, stop)`` of one leaf in an object; ``in_place``: read to their destination."""
 
     key: str
     start: int
@@ -236,7 +219,7 @@ class Range(msgspec.Struct, frozen=True, gc=False):
 
 
 class Part(msgspec.Struct, frozen=True, gc=False):
-    """Bytes ``[start, stop)`` of request number ``request``, counted from its first byte."""
+    """Bytes ``[start, stop)`` of a request, counted from its first byte."""
 
     request: int
     start: int
@@ -244,9 +227,9 @@ class Part(msgspec.Struct, frozen=True, gc=False):
 
 
 class Read(msgspec.Struct, frozen=True, gc=False):
-    """One read of ``[start, stop)`` of an object, and the parts that it serves, rising.
+    """A read of ``[start, stop)`` of an object for these parts, rising and disjoint.
 
-    Parts do not overlap. ``gaps[i]`` bytes before ``parts[i]`` are read and discarded.
+    ``gaps[i]`` bytes before ``parts[i]`` are read and discarded.
     """
 
     key: str
@@ -259,12 +242,12 @@ class Read(msgspec.Struct, frozen=True, gc=False):
 def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: int) -> list[Read]:
     """Merges and splits requests into reads, by object and offset.
 
-    Covers each request's bytes exactly once. Splits a request at multiples of the largest checksum
-    block, counted from its start. A run of in-place bytes of at least that size does not share a
-    read with other bytes, because all of them would be copied.
+    Covers each request's bytes once. Splits requests at multiples of the largest checksum block,
+    counted from their start. A run of in-place bytes of at least that size does not share a read
+    with other bytes: all of them would be copied.
 
     Args:
-        requests: In any order; may overlap. Empty ones are dropped.
+        requests: May overlap. Empty ones are dropped.
         chunk_bytes: Largest read, unless a block of the largest size is larger.
         max_gap_bytes: Most unwanted bytes between two parts of a read.
     """
@@ -312,16 +295,12 @@ def plan_reads(requests: Sequence[Range], *, chunk_bytes: int, max_gap_bytes: in
     return reads
 
 
-# Compressed objects ---------------------------------------------------------------------------
-
-
 class Extent(msgspec.Struct, frozen=True, gc=False):
     """Neighbouring frames of one chunk, or some bytes of an uncompressed chunk.
 
     Attributes:
         key, offset: The chunk's key, and the first stored byte in it.
-        start, stop: Range of the object's bytes.
-        frames: Stored size of each frame; empty for an uncompressed chunk.
+        frames: Stored sizes; empty for an uncompressed chunk.
     """
 
     key: str
@@ -332,12 +311,11 @@ class Extent(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def size(self) -> int:
-        """Stored bytes."""
         return sum(self.frames) if self.frames else self.stop - self.start
 
 
 class ChunkMap:
-    """The chunks of one compressed object, from the records of any ranks that wrote to it."""
+    """The chunks of a compressed object, from the records of any ranks that wrote to it."""
 
     def __init__(self, records: Iterable[ObjectRecord]) -> None:
         chunks: dict[int, StoredChunk] = {}
@@ -379,7 +357,6 @@ def _extent(key: str, chunk: StoredChunk, start: int, stop: int) -> Extent:
 
 
 def chunk_maps(records: Iterable[ObjectRecord]) -> dict[str, ChunkMap]:
-    """Returns the chunks of each compressed object by its key."""
     by_key: dict[str, list[ObjectRecord]] = {}
     for record in records:
         if record.chunks:

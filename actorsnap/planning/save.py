@@ -1,15 +1,13 @@
 """Assigns writes to ranks, from the ranks' inventories.
 
-The holders of common items write them together, once: each writes one range of the bytes, sized for
-equal total loads. The planner reads each distinct list of items once, and the plan of a rank does
-not grow with the number of ranks or items.
+The holders of common items write them once, together: each writes one range of the bytes, sized for
+equal total loads. A rank's plan does not grow with the number of ranks or items.
 
-Ranks that list the same items of a scope are a *group*. Groups with the fewest holders come first,
-because they have the least choice; each fills up its holders' loads like water (``_fill``).
-``packing.arrange`` orders the bytes of a group, which are split into one range per writer, in rank
-order (``_GroupBytes``). A cut falls on an object's or an item's edge if one is near, else between
-rows; later, larger groups compensate. If several scopes of some ranks list a box under one path,
-each holder writes all of it.
+Ranks that list the same items of a scope are a *group*. Groups with the fewest holders, which have
+the least choice, come first; each fills up its holders' loads like water (``_fill``). The bytes of
+a group are split into one range per writer, in rank order (``_GroupBytes``), at a near edge of an
+object or item, else between rows; later, larger groups compensate. If several scopes of some ranks
+list a box under one path, each holder writes all of it.
 """
 
 from __future__ import annotations
@@ -40,23 +38,23 @@ from actorsnap.planning.packing import (
 __all__ = ["SavePlan", "plan_save"]
 
 _MAX_ROW_BYTES = 1 << 20
-"""Largest row that is not cut inside, in bytes."""
+"""Largest row that is not cut inside."""
 
 _MIN_RANGE_BYTES = 256 << 10
-"""Smallest range for one rank, in bytes; for less, opening an object costs more."""
+"""Smallest range for one rank; for less, opening an object costs more."""
 
 _SLACK = 64
 """Largest move of a cut to an edge: 1/64 of the adjacent ranges.
 
-Even if both ends of a range move, the busiest rank stays within 1.05 of the mean.
+The busiest rank stays within 1.05 of the mean.
 """
 
 
 class SavePlan(msgspec.Struct, frozen=True, gc=False):
     """The plans of all ranks and their digests.
 
-    ``joiners``: per rank and shared object that it opens, in the order of ``pack``: the other ranks
-    that write to it, rising.
+    ``joiners``: per rank and shared object that it opens, in the order of ``pack``: the other
+    writers, rising.
     """
 
     ranks: tuple[RankPlan, ...]
@@ -73,7 +71,7 @@ def plan_save(
     """Divides shared items among their holders. Deterministic.
 
     Args:
-        lists: The items of every scope, by digest. A list has each path and offsets once.
+        lists: The items of every scope, by digest.
         several: Paths that exist on several meshes; their items are divided only if all ranks share
             them.
 
@@ -91,7 +89,7 @@ def plan_save(
         lowest, num_holders = group.holders[0], len(group.holders)
         objects = arrange(group.items, rules, num_holders)
         group_bytes = _GroupBytes(group.items, objects, rules)
-        # Twice as much, because cuts move to edges and rows nearby.
+        # Cuts move to edges and rows nearby.
         least_bytes = max(_MIN_RANGE_BYTES, 2 * rules.min_write_bytes)
         sizes = _fill(loads, group.holders, group_bytes.nbytes, least_bytes)
         writers: list[list[int]] = [[] for _ in objects]
@@ -115,10 +113,7 @@ def plan_save(
     )
 
 
-# Groups -----------------------------------------------------------------------------------------
-
 _Place: TypeAlias = tuple[str, tuple[int, ...] | None]
-"""Path and offsets of an item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +121,6 @@ class _Group:
     """Ranks that hold the same items of a scope.
 
     Attributes:
-        items: In the order in which each holder packs them.
         places: Per rank (also of others), the scope's index in its inventory, and ``Share.items``.
     """
 
@@ -181,10 +175,7 @@ def _places_in_several_scopes(
     scopes: Mapping[tuple[int, ...] | None, Iterable[bytes]],
     lists: Mapping[bytes, Sequence[Item]],
 ) -> Set[_Place]:
-    """Returns the items that appear in several scopes of some ranks.
-
-    Their values may differ, as of parameters that the optimizers of pipeline stages number.
-    """
+    """Returns the items in several scopes of some ranks, whose values may differ."""
     partial = [digests for ranks, digests in scopes.items() if ranks]
     if len(partial) < 2:
         return frozenset()
@@ -236,10 +227,9 @@ def _group_by_holders(
     """Groups the items of a scope whose ranks list different items.
 
     Each holder of an item in ``undivided`` stores all of it: cuts of several scopes would cross.
-    Adds items with differing dtypes or shapes to ``complaints``.
     """
     listed = [(lists[digest], indices) for digest, indices in by_digest.items()]
-    # By path and offsets, then by the values that must agree: list number and index in the list.
+    # By place and the values that must agree: list number and index in the list.
     variants_of: dict[_Place, dict[object, list[tuple[int, int]]]] = {}
     for number, (items, _) in enumerate(listed):
         for index, item in enumerate(items):
@@ -297,16 +287,10 @@ def _describe_variants(
     return f"{item.path!r}{offsets} is " + ", ".join([text for _, text in sorted(lines)])
 
 
-# Levels and cuts --------------------------------------------------------------------------------
-
-
 def _fill(
     loads: Sequence[int], holders: Sequence[int], nbytes: int, least_bytes: int
 ) -> dict[int, int]:
-    """Returns the bytes of each writer, in rank order, which make their loads equal.
-
-    Each of several writers gets at least ``least_bytes``.
-    """
+    """Returns each writer's bytes, in rank order, for equal loads; at least ``least_bytes``."""
     order = sorted(holders, key=lambda rank: (loads[rank], rank))
     count, below = 1, loads[order[0]]
     while count < len(order):
@@ -333,7 +317,7 @@ class _GroupBytes:
         self.nbytes = self._edges[-1]
 
     def split(self, sizes: Sequence[int]) -> list[tuple[ObjectPart, ...]]:
-        """Returns the parts of the objects in each of consecutive ranges of about these sizes."""
+        """Returns the parts of the objects in consecutive ranges of about these sizes."""
         cuts = [0]
         target = 0
         for left, right in pairwise(sizes):
@@ -345,7 +329,7 @@ class _GroupBytes:
         number, count = 0, len(self._object_edges) - 1
         for begin, end in pairwise(cuts):
             parts: list[ObjectPart] = []
-            # The writer of the last byte also gets the empty objects after it.
+            # The writer of the last byte also gets empty objects.
             is_last = end == self.nbytes
             while number < count and (is_last or begin < end):
                 low, high = self._object_edges[number : number + 2]

@@ -1,14 +1,11 @@
 """Plans the reads of ranks that want the same bytes: every rank reads all, or each reads a part.
 
 *Direct*: every rank reads all bytes that it wants. *Shared*: the ranks of a set (all ranks, or the
-copies of a mesh) read common ranges once, in pieces, and send the pieces to each other. In a round
-each rank reads one piece. A piece fits a buffer, so memory does not grow with the number of ranks.
+copies of a mesh) read common ranges once, in pieces that fit a buffer, one per rank and round, and
+send the pieces to each other.
 
 A rank of several sets shares with one after the other, in *turns*. Sets without a common rank share
 a turn and its rounds.
-
-In order: each rank reports its ``ReadInterest``, ``plan_shared_reads`` returns each rank's
-``SharedReadPlan``, and ``split_ranges`` cuts the ranges of a set into pieces.
 """
 
 from __future__ import annotations
@@ -41,10 +38,7 @@ __all__ = [
 ]
 
 MIN_SHARING_RANKS = 8
-"""Smallest number of ranks that share in mode ``AUTO``.
-
-Fewer ranks do not keep a storage busy enough to pay for the messages.
-"""
+"""Fewer ranks do not keep a storage busy enough to pay for the messages."""
 
 
 class ReadMode(StrEnum):
@@ -56,7 +50,7 @@ class ReadMode(StrEnum):
 
 
 class RankRange(NamedTuple):
-    """Ranks at equal distances, such as those along one axis of a mesh."""
+    """Ranks at equal distances, as along one axis of a mesh."""
 
     first: int
     num_ranks: int
@@ -67,12 +61,11 @@ RankRanges: TypeAlias = tuple[RankRange, ...]
 
 
 class RangesDigest(msgspec.Struct, frozen=True, array_like=True):
-    """The ranges of one top-level key that a rank wants in common with other ranks.
+    """The ranges of one top-level key that a rank wants in common with others.
 
     Attributes:
-        ranks: The ranks likely to want the same ranges, including this one.
+        ranks: Those likely to want the same ranges, including this one.
         digest: Equal if the ranges are.
-        nbytes: Bytes of the ranges.
     """
 
     key: str
@@ -87,7 +80,7 @@ class ReadInterest(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         digests: At most one per key and ranks.
         piece_bytes: Largest piece that fits its memory; at least two of the largest blocks.
-        obstacle: The reason why it cannot send bytes to other ranks; empty if it can.
+        obstacle: Why it cannot send bytes to other ranks, or empty.
     """
 
     digests: tuple[RangesDigest, ...]
@@ -100,8 +93,7 @@ class SharedTurn(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         num_rounds: The same on all ranks.
-        ranks: The ranks that share, including this one; empty if it only arrives at the rounds.
-        keys: The keys whose ranges are shared, rising.
+        ranks: Those that share, including this one; empty if it only arrives at the rounds.
     """
 
     num_rounds: int
@@ -110,7 +102,6 @@ class SharedTurn(msgspec.Struct, frozen=True, array_like=True):
 
     @property
     def members(self) -> list[int]:
-        """The ranks that share, listed."""
         return _list_ranks(self.ranks)
 
 
@@ -119,8 +110,6 @@ class SharedReadPlan(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         mode: ``DIRECT``, or ``SHARED`` if any ranks share.
-        reason: Explanation for people.
-        piece_bytes: Largest piece.
     """
 
     mode: ReadMode
@@ -134,7 +123,6 @@ class SharedReadPlan(msgspec.Struct, frozen=True, array_like=True):
 
 
 def rank_ranges(ranks: Sequence[int]) -> RankRanges:
-    """Returns rising ``ranks`` as ranges."""
     ranges: list[RankRange] = []
     at = 0
     while at < len(ranks):
@@ -157,7 +145,7 @@ def digest_ranges(key: str, ranks: RankRanges, ranges: Iterable[Range]) -> Range
 
 
 def plan_shared_reads(interests: Sequence[ReadInterest], mode: ReadMode) -> list[SharedReadPlan]:
-    """Returns the plan of each rank, from the interests in rank order."""
+    """Returns each rank's plan."""
     num_ranks = len(interests)
 
     def read_directly(reason: str) -> list[SharedReadPlan]:
@@ -188,7 +176,7 @@ def plan_shared_reads(interests: Sequence[ReadInterest], mode: ReadMode) -> list
 
 def count_rounds(nbytes: int, *, num_readers: int, piece_bytes: int) -> int:
     """Returns the fewest rounds whose pieces have at most ``piece_bytes``."""
-    # Cuts move to the next block of the largest size: pieces grow by up to one such block.
+    # Cuts move to multiples of the largest block: pieces grow by up to one.
     return -(-nbytes // (num_readers * (piece_bytes - MAX_BLOCK_BYTES)))
 
 
@@ -199,12 +187,10 @@ def split_ranges(
 
     Args:
         ranges: In the same order on all ranks. Empty ones are dropped.
-        num_readers: Number of ranks that read.
-        num_rounds: Number of pieces per reader.
 
     Returns:
         Per round and reader, a piece as parts of the ranges. Parts begin at multiples of the
-        largest checksum block, counted from the first byte of their range.
+            largest checksum block, counted from the first byte of their range.
     """
     total = sum(each.stop - each.start for each in ranges)
     num_pieces = num_readers * num_rounds

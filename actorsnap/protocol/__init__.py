@@ -1,1 +1,1 @@
-"""Pure machines: event in, commands out. No await, no clock, no randomness, no torch."""
+"""Pure machines: event in, commands out. No clock, no torch."""

@@ -1,8 +1,7 @@
 """Encodes exceptions for other processes and ranks, and describes why an attempt failed.
 
-Ranks exchange exceptions inside a ``Failure``; the uploader process and its trainer as bare chains.
-Encoding never raises, whatever the exception's methods do: otherwise the receiver would wait until
-the deadline.
+Encoding never raises, whatever the exception's methods do: the receiver would wait until the
+deadline.
 """
 
 from __future__ import annotations
@@ -43,20 +42,18 @@ __all__ = [
 ]
 
 _MAX_CAUSES = 8
-"""Maximum length of a chain."""
+"""Limit of a chain."""
 
 _MAX_DEPTH = 8
-"""Maximum depth of containers in a field: one may contain itself."""
+"""Limit of containers in a field, which may contain themselves."""
 
 _MAX_RUNS = 8
-"""Maximum number of runs in a text."""
+"""Limit of runs in a text."""
 
 _OS_FIELDS = ("errno", "strerror", "filename")
 
 
 class Stage(StrEnum):
-    """Stage of a save or a restore."""
-
     CAPTURE = "capture"
     JOIN = "join"
     PLAN = "plan"
@@ -73,9 +70,7 @@ class EncodedError(msgspec.Struct, frozen=True, array_like=True, omit_defaults=T
     """One exception of a chain.
 
     Attributes:
-        kind: Name of its class.
-        fields: Fields of an ``ActorSnapError``; number, text and file name of an ``OSError``;
-            msgpack.
+        fields: Of an ``ActorSnapError``; number, text and file name of an ``OSError``; msgpack.
     """
 
     kind: str
@@ -172,9 +167,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     Attributes:
         stage, rank: Of the first failure.
-        key: The object concerned.
-        error: The error to raise on every rank. None: a ``SnapshotAborted`` with the fields above.
-        causes: Causes of that error; see ``encode``.
+        error: Raised on every rank. None: a ``SnapshotAborted`` with the fields above.
+        causes: Of that error; see ``encode``.
         may_be_visible: The failed commit may have left the commit object. The objects that it names
             must then stay, or readers would find a broken snapshot.
     """
@@ -196,7 +190,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def of(
         cls, error: BaseException, *, stage: Stage, rank: int | None = None, key: str | None = None
     ) -> Failure:
-        """Returns a failure that is raised as ``error``; see ``caused_by`` for foreign errors."""
+        """See ``caused_by`` for foreign errors."""
         if not isinstance(error, ActorSnapError):
             return cls.caused_by(error, stage=stage, rank=rank, key=key)
         first, *causes = encode(error)
@@ -227,10 +221,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     @classmethod
     def of_save(cls, error: BaseException, *, stage: Stage, rank: int) -> Failure:
-        """Returns the failure of a save that ended with ``error``, for its other ranks.
-
-        ``stage`` and ``rank`` apply if ``error`` does not name them.
-        """
+        """Returns the failure of a save that ended with ``error``, for its other ranks."""
         if isinstance(error, StateChanged):
             return cls.of(error, stage=Stage.STAGE, rank=error.rank)
         if not isinstance(error, SnapshotAborted):
@@ -245,7 +236,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
 
     def to_error(self) -> ActorSnapError:
-        """Returns a new error to raise."""
         error = None if self.error is None else decode([self.error, *self.causes])
         if isinstance(error, ActorSnapError):
             return error
@@ -263,7 +253,6 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def restore_aborted(
     reason: str, stage: Stage, rank: int | None, cause: BaseException | None = None
 ) -> Failure:
-    """Returns a failure that is raised as ``RestoreAborted``."""
     error = RestoreAborted(reason=reason, rank=rank, stage=str(stage))
     error.__cause__ = cause
     return Failure.of(error, stage=stage, rank=rank)
@@ -280,7 +269,7 @@ def explain_loss(rank: int, silent_s: float) -> str:
 
 
 def explain_coordinator_loss(silent_s: float) -> str:
-    """``explain_loss`` of rank 0, for the others."""
+    """``explain_loss`` of rank 0."""
     how = f"was not heard for {silent_s:.0f} s" if silent_s else "has left: its process ended"
     return f"rank 0, which coordinates, {how}"
 

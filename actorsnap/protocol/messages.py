@@ -1,8 +1,7 @@
 """Messages between ranks and the coordinator during a save or a restore.
 
-They are msgpack arrays between processes, as one process receives the messages of thousands of
-ranks, and objects within a process. Both ends are of the same release (``protocol.save.Joined``).
-Messages do not name their call: the transport separates calls.
+msgpack arrays between processes, objects within one. Both ends are of the same release
+(``protocol.save.Joined``). The transport separates calls: messages do not name theirs.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _MAX_SHOWN_URL = 160
 
 
 class CallKind(StrEnum):
-    """Kind of a call, named as the method."""
+    """Named as the method."""
 
     TAKE = "take"
     ASYNC_TAKE = "async_take"
@@ -52,7 +51,7 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
     """Identifies a call; must be equal on all ranks.
 
     Attributes:
-        url: Normalised URL of the path, without secrets.
+        url: Normalised, without secrets.
         step: The caller's, if given.
     """
 
@@ -73,9 +72,6 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.kind}({url!r}{step})"
 
 
-# To the coordinator -------------------------------------------------------------------------
-
-
 class Labelled(msgspec.Struct, frozen=True, array_like=True, tag="l"):
     """The answer to ``AskLabel``."""
 
@@ -87,8 +83,8 @@ class Arrived(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """The rank is ready for ``round`` (``protocol.rounds``).
 
     Attributes:
-        payload: Input of the decision; msgpack.
-        num_asked: Number of ``Ask`` messages that the rank has answered in this round.
+        payload: Input of the decision.
+        num_asked: Number of ``Ask`` messages answered in this round.
     """
 
     rank: int
@@ -101,15 +97,12 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """The rank cannot continue.
 
     Attributes:
-        left: Digest of the label of a call that the rank has left without an answer of rank 0.
+        left: Label digest of a call that the rank left without an answer of rank 0.
     """
 
     rank: int
     failure: Failure
     left: bytes = b""
-
-
-# To a rank ----------------------------------------------------------------------------------
 
 
 class AskLabel(msgspec.Struct, frozen=True, array_like=True, tag="B"):
@@ -123,11 +116,7 @@ class Absent(msgspec.Struct, frozen=True, array_like=True, tag="W"):
 
 
 class Ask(msgspec.Struct, frozen=True, array_like=True, tag="Q"):
-    """The decision needs more data of this rank, which arrives at the same round again.
-
-    Attributes:
-        num_asked: Number of this ``Ask`` in the round, from 1.
-    """
+    """The decision needs more data of this rank, which arrives at the same round again."""
 
     round: int
     payload: bytes
@@ -138,8 +127,8 @@ class Proceed(msgspec.Struct, frozen=True, array_like=True, tag="P"):
     """Every rank has arrived at ``round``.
 
     Attributes:
-        payload: The decision for this rank; msgpack.
-        next_round: The next one of this rank.
+        payload: The decision for this rank.
+        next_round: The rank's.
         is_last: The call has succeeded.
     """
 

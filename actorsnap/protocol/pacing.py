@@ -1,24 +1,23 @@
 """Limits how much uploads slow the trainer's steps: a proportional controller.
 
-``PaceController`` compares the mean time of steps beside a save with the mean time of steps without
-one. Their ratio less 1 is the *slowdown*. After each window of steps it changes the *duty* of the
-uploaders, the share of the time in which they work, in proportion to the distance of the slowdown
-from the limit. What it learned holds for the next save; short saves share a window.
+``PaceController`` compares the mean times of steps during and without saves; their ratio less 1 is
+the *slowdown*. After each window of steps it changes the *duty* of the uploaders, the share of the
+time in which they work, in proportion to the distance of the slowdown from the limit. It keeps what
+it learned; short saves share a window.
 
-1. Means, without steps of more than ``_OUTLIER`` medians: evaluations and stalls of a data loader
-   are no cost of uploads. Medians would not do: a burst may affect one short step in ten.
-2. No duty is below ``MIN_DUTY``: a save always ends. So small a duty hardly slows a step, so steps
-   at ``MIN_DUTY`` measure the usual time again. A trainer that has become slower by itself lowers
-   the duty to the minimum once, and raises it from there. A save that begins before the usual time
-   is known starts at ``MIN_DUTY``, too.
-3. Steps beside a save that are shorter than usual by more than the limit show that the usual time
-   is outdated: it is measured again, too.
-4. Uploads are not slowed while a save is behind its schedule (``is_behind``), nor while a save is
-   staged: the trainer waits for it, or will, and staging may wait for memory. Nor without reported
-   steps: there is no trainer to protect.
+1. Steps of more than ``_OUTLIER`` medians (evaluations, stalls of a data loader) do not count.
+Medians alone would miss a burst that affects one short step in ten.
+2. No duty is below ``MIN_DUTY``: a save always ends. So small a duty hardly slows a step, so such
+steps measure the usual time again. A trainer that became slower by itself lowers the duty to the
+minimum once. A save starts there if the usual time is unknown.
+3. Steps during a save that are shorter than usual by more than the limit show that the usual time
+is outdated: it is measured again.
+4. Uploads are not slowed while a save is behind its schedule (``is_behind``) or is staged, as the
+trainer waits for it or will, and staging may wait for memory. Nor without reported steps: there is
+no trainer to protect.
 
 A duty is realised in *bursts* (``Bursts``): all uploaders work at the same time, then rest
-together. A chunk in progress when the burst ends is finished and counts.
+together. A chunk in progress at the burst's end is finished and counts.
 
 This module has no clock: ``runtime/pacing.py`` and ``actors/pace.py`` measure and wait.
 """
@@ -34,14 +33,12 @@ __all__ = ["BURST_S", "MIN_DUTY", "Bursts", "PaceController", "is_behind"]
 
 MIN_DUTY = 0.01
 BURST_S = 0.02
-"""Length of a burst, in seconds, about a training step: no chunk begins in an older burst."""
+"""Length of a burst, about a training step: no chunk begins in an older burst."""
 
 _WINDOW, _WINDOW_S, _MAX_WINDOW = 16, 1.0, 256
-"""Size of a window: minimum number of steps, minimum seconds, maximum number of steps."""
+"""Minimum steps, minimum seconds, maximum steps."""
 
 _CLOCK_S = 1e-6
-"""Minimum length of a step, in seconds; prevents a division by zero."""
-
 _OUTLIER = 8.0
 """Multiple of the median above which a step does not count. Bursts of compressing threads, which
 compete for the GIL, make a short step five times as long.
@@ -51,24 +48,19 @@ _AIM = 0.8
 """Part of the limit that is aimed at: half of the windows exceed the aim."""
 
 _PRECISION = 0.25
-"""Standard error of a mean, as a part of the slowdown or of the limit, whichever is larger,
-above which more steps are measured.
-"""
+"""Maximum standard error of a mean, as a part of the slowdown or the limit, the larger one."""
 
 _MOST_DOWN, _MOST_UP = 0.25, 2.0
-"""Limits of the change of duty from window to window, as factors."""
+"""Limits of the change of duty per window, as factors."""
 
 _QUIET_S, _QUIET_STEPS = 2.0, 10
-"""Time without a step after which there is no trainer: the larger of seconds and multiples of a
-step.
-"""
+"""Time without a step after which there is no trainer: the larger of seconds and steps."""
 
 _SLACK = 0.05
 
 
 def is_behind(stored: float, elapsed: float) -> bool:
-    """Returns whether a save is behind schedule: a straight line from its begin to half of its
-    ``timeout_s``.
+    """Returns whether a save is behind a straight line to its end at half of its ``timeout_s``.
 
     Args:
         stored: Stored share of its bytes.
@@ -78,11 +70,7 @@ def is_behind(stored: float, elapsed: float) -> bool:
 
 
 class PaceController:
-    """Sets the duty of all uploaders of one trainer, across saves.
-
-    Attributes:
-        duty: Share of the time in which uploaders may work.
-    """
+    """Sets the duty of all uploaders of one trainer, across saves."""
 
     def __init__(self) -> None:
         self.duty = 1.0
@@ -98,7 +86,6 @@ class PaceController:
         self._quiet_s = math.inf  # before the first step there is no trainer
 
     def begin_staging(self, number: int) -> None:
-        """A save begins to copy its state."""
         self._staging.add(number)
         self._is_mixed = True
         self._update()
@@ -111,7 +98,6 @@ class PaceController:
         self._update()
 
     def end(self, number: int) -> None:
-        """A save has ended, with any outcome."""
         self._staging.discard(number)
         self._limits.pop(number, None)
         self._is_mixed = True
@@ -120,23 +106,18 @@ class PaceController:
         self._update()
 
     def pass_time(self, seconds: float, *, is_behind: bool) -> None:
-        """Time has passed since the last such call.
-
-        Args:
-            is_behind: Whether any save is behind its schedule.
-        """
+        """Adds the time since the last call."""
         self._quiet_s += seconds
         self._is_behind = is_behind
         self._update()
 
     def end_step(self, seconds: float) -> None:
-        """The trainer has finished a step."""
         seconds = max(seconds, _CLOCK_S)
         self._quiet_s, self._last_s = 0.0, seconds
         if self._is_mixed:  # the duty or the set of saves changed during the step
             self._is_mixed = False
         elif self._staging:
-            pass  # staging disturbs the step, too
+            pass  # staging disturbs steps, too
         elif not self._limits:
             self._usual.append(seconds)
         elif not self._is_behind:
@@ -195,13 +176,7 @@ def _mean(steps: Sequence[float]) -> tuple[float, float]:
 
 
 class Bursts:
-    """Times the chunks of a process' uploaders to keep a duty.
-
-    Times are of any monotonic clock.
-
-    Attributes:
-        duty: See ``PaceController``; 0 rests until it is changed.
-    """
+    """Times the chunks of a process' uploaders to keep a duty, by any monotonic clock."""
 
     def __init__(self) -> None:
         self.duty = 1.0
@@ -210,16 +185,13 @@ class Bursts:
         self._rests_until_s = -math.inf
 
     def set(self, duty: float) -> None:
-        """Changes the duty; ends a rest, and a new burst begins."""
         if duty != self.duty:
             self.duty = duty
             self._begun_s = math.inf
             self._rests_until_s = -math.inf
 
     def rest_s(self, now_s: float) -> float:
-        """Returns the seconds to rest before a chunk; infinite: until the duty or the burst
-        changes.
-        """
+        """Returns the seconds to rest before a chunk; infinite: until the duty or burst changes."""
         if self.duty == 1.0:
             return 0.0
         is_over = self._num_working > 0 and now_s - self._begun_s >= BURST_S
@@ -228,14 +200,11 @@ class Bursts:
         return max(0.0, self._rests_until_s - now_s)
 
     def begin(self, now_s: float) -> None:
-        """Records the begin of a chunk."""
         self._begun_s = min(self._begun_s, now_s) if self._num_working else now_s
         self._num_working += 1
 
     def end(self, now_s: float) -> bool:
-        """Records the end of a chunk; returns whether the burst has ended, so that the rest is
-        known.
-        """
+        """Ends a chunk; returns whether the burst has ended, so that the rest is known."""
         self._num_working -= 1
         if self._num_working or not 0.0 < self.duty < 1.0:
             return False

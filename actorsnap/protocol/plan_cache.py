@@ -1,6 +1,6 @@
 """A coordinator's memory of the previous save, by digest.
 
-Ranks send digests; ``protocol.save`` asks for the content of unknown ones.
+``protocol.save`` asks ranks for the content of unknown digests.
 """
 
 from __future__ import annotations
@@ -15,13 +15,7 @@ __all__ = ["PlanCache"]
 
 
 class PlanCache:
-    """Memory of a group's last save; bounded by one save.
-
-    Attributes:
-        lists: Item lists.
-        agreed: Result of ``sharded`` when ranks were last found to agree.
-        several: The paths on several meshes at that time.
-    """
+    """Memory of a group's last save; ``agreed``: ``sharded`` when ranks last agreed."""
 
     def __init__(self) -> None:
         self.inventories: dict[bytes, Inventory] = {}
@@ -32,7 +26,6 @@ class PlanCache:
         self._plan: SavePlan | None = None
 
     def copy(self) -> PlanCache:
-        """Returns a copy for one save."""
         other = PlanCache()
         other.inventories, other.lists = dict(self.inventories), dict(self.lists)
         other.agreed, other.several = self.agreed, self.several

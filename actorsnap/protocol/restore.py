@@ -1,14 +1,12 @@
 """The decisions of a restore and of its dry run, over ``protocol.rounds``.
 
-The rounds:
-
 0. *Ready*: Each rank has checked its input and read the index of the same attempt. Only then
-   ``state_dict()`` is called, which may be collective.
-1. *Compared*: Each rank has compared its app state with the snapshot. The decision is whether to
-   continue, and how to read (``planning.shared_reads``). A dry run ends with the next round,
-   *weighed*, which adds up the costs of all ranks.
-2. In shared mode one round per piece, for all turns of all sets of ranks that share: each rank has
-   read its piece, and all send theirs. A rank without a piece only arrives.
+``state_dict()`` is called, which may be collective.
+1. *Compared*: Each rank has compared its app state with the snapshot. Decides whether to continue,
+and how to read (``planning.shared_reads``). A dry run ends with the next round, *weighed*, which
+adds up the costs.
+2. In shared mode one round per piece, for all turns: each rank has read its piece, if any, and
+sends it.
 3. *Read*: All data is in place. Only then ``load_state_dict()`` is called.
 4. *Loaded*: The last one.
 """
@@ -31,8 +29,6 @@ T = TypeVar("T")
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):
-    """A rank has read the index of ``attempt`` at ``url``."""
-
     url: str
     attempt: str
 
@@ -62,8 +58,6 @@ class Weighed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RestoreTotals(msgspec.Struct, frozen=True, array_like=True):
-    """Costs by rank, and the merged lines of all ranks."""
-
     ranks: tuple[Weighed, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
@@ -71,11 +65,7 @@ class RestoreTotals(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RestoreDecisions:
-    """Decides the rounds of one restore; see ``actors.rounds.Decisions``.
-
-    Args:
-        mode: The coordinator's; applies to all ranks.
-    """
+    """See ``actors.rounds.Decisions``; rank 0's ``mode`` applies to all ranks."""
 
     def __init__(self, *, mode: ReadMode, is_dry_run: bool = False) -> None:
         self.stage = Stage.JOIN
@@ -147,7 +137,6 @@ def _merged(ranks: Sequence[Comparison]) -> tuple[_Lines, _Lines, _Lines]:
 
 
 def _unexpected(ranks: Sequence[Comparison]) -> list[_Lines]:
-    """Returns the unexpected paths of each rank, including those unplaced on all ranks."""
     nowhere: dict[str, set[str]] = {}
     for own in ranks:
         for key, paths in own.unplaced.items():

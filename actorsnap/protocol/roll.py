@@ -1,20 +1,16 @@
 """The roll call at the beginning of each call that ranks make together.
 
-The first heartbeat of a rank contains a digest of its call's ``Label``. ``RollCall`` runs in front
-of the coordinator; its actor (``actors.roll``) passes other messages on.
-
-Rules:
+A rank's first heartbeat contains a digest of its call's ``Label``. Messages may be repeated or
+late.
 
 1. No message of a rank passes unless its label is rank 0's. So no rank writes, and no round passes,
-   before all ranks have made the same call.
+before all ranks have made the same call.
 2. If labels differ, all ranks get one ``UsageError`` with the labels, after ``SETTLE_S`` or once
-   all ranks have called. Then no message passes: it may belong to another call.
+all ranks have called. Then no message passes: it may belong to another call.
 3. A failure of one rank waits as long: a call out of phase may be its cause, and is then the error.
-   A cancellation does not wait.
-4. Ranks that have called are reminded of absent ones at ``REMIND_AFTER_S``. The deadline and the
-   loss of a rank name them too.
-
-Messages may be repeated or late.
+A cancellation does not wait.
+4. Ranks that have called are reminded of absent ones, which the deadline and the loss of a rank
+name too.
 """
 
 from __future__ import annotations
@@ -38,10 +34,10 @@ __all__ = [
 ]
 
 REMIND_AFTER_S = (10.0, 60.0, 300.0)
-"""Times after its call at which a waiting rank logs a warning, in seconds."""
+"""Times after its call at which a waiting rank logs a warning."""
 
 SETTLE_S = 5.0
-"""Maximum wait for absent ranks once the call is known to fail, in seconds."""
+"""Maximum wait for absent ranks once the call is known to fail."""
 
 _MAX_LABELS = 6
 
@@ -62,7 +58,7 @@ def awaiting(label: Label, ranks: Sequence[int]) -> str:
 
 
 def overdue(label: Label, ranks: Sequence[int], timeout_s: float) -> Failure:
-    """Returns the failure of a call without ``ranks``; empty: rank 0 has not answered."""
+    """Returns the failure; empty ``ranks``: rank 0 has not answered."""
     reason = f"timeout_s={timeout_s:g} is over"
     if not ranks:
         reason += f", and rank 0, which coordinates {label}, has not answered"
@@ -72,7 +68,6 @@ def overdue(label: Label, ranks: Sequence[int], timeout_s: float) -> Failure:
 
 
 def aborted(label: Label, reason: str, rank: int | None) -> Failure:
-    """Returns a failure that is raised as an error of this kind of call."""
     if label.kind.is_save:
         return Failure(reason=reason, stage=Stage.JOIN, rank=rank)
     return restore_aborted(reason, Stage.JOIN, rank)
@@ -82,7 +77,7 @@ class RollCall:
     """The roll call of one call; ``label`` is rank 0's. Ignores events after its end.
 
     Attributes:
-        refusal: The failure that ends the call on all ranks, if any.
+        refusal: Ends the call on all ranks, if set.
     """
 
     def __init__(self, *, label: Label, world_size: int) -> None:
@@ -102,7 +97,6 @@ class RollCall:
         return self.state in (_S.CALLED, _S.REFUSED)
 
     def has_called(self, rank: int) -> bool:
-        """Returns whether the rank makes this call, or another one."""
         return rank in self._called
 
     @property
@@ -112,11 +106,9 @@ class RollCall:
         return left[0] if left and self.state is _S.CALLING else math.inf
 
     def renewed(self) -> RollCall:
-        """Returns a roll call for the same call under another number."""
         return RollCall(label=self.label, world_size=self.world_size)
 
     def label_for(self, rank: int) -> bytes:
-        """Returns ``Aborted.label`` for ``rank``."""
         return b"" if rank in self._called else self._own
 
     def on_called(self, rank: int, digest: bytes) -> bool:
@@ -149,7 +141,6 @@ class RollCall:
             self.state = _S.SETTLING
 
     def on_lost(self, rank: int, silent_s: float) -> None:
-        """See ``transport.ends.PeerLost``."""
         reason = explain_loss(rank, silent_s)
         if rank not in self._called:
             reason += f"; it had not called {self.label}, which every rank has to call"

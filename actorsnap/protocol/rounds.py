@@ -1,25 +1,21 @@
 """A call that all ranks make together, as a sequence of rounds.
 
 A rank works, *arrives* at the next round with a payload, and waits. When all ranks of the round
-have arrived, the coordinator decides: ask some for more, let all proceed, or abort. Saves, restores
-and dry runs are tables of decisions over this protocol (``protocol.save``, ``protocol.restore``).
-This module must not know them or their payloads, nor clocks, transports or storage.
-
-Rules:
+have arrived, the coordinator decides: ask some for more, let all proceed, or abort. This module
+must not know the calls (``protocol.save``, ``protocol.restore``), clocks, transports or storage.
 
 1. A rank leaves a round only after all ranks of the round have arrived.
 2. The first failure, lost rank or passed deadline aborts the call on all ranks, with one failure.
 3. The commit round is decided once. From its beginning only its result counts: failures and the
-   deadline merely hurry it, and a lost rank does not matter.
+deadline merely hurry it, and a lost rank does not matter.
 4. A rank that has arrived at the commit round and loses the coordinator does not know the outcome,
-   even if it has failed or was cancelled: its caller looks in the storage. Before that round
-   nothing can have been committed.
-5. Messages may be late or repeated. A process that takes over an end repeats the last message of
-   that end; the other end answers as before.
+even if it has failed or was cancelled: its caller looks in the storage. Before that round nothing
+can have been committed.
+5. Messages may be late or repeated. A process that takes over an end repeats the end's last
+message.
 
 Both machines are tables with a row per state and a rule per event. A rule changes the machine and
-returns commands; the machine's owner performs them and reports their results as events. An event
-without a rule is a defect. Late and repeated messages have rules, and no effect.
+returns commands, whose results come back as events. An event without a rule is a defect.
 """
 
 from __future__ import annotations
@@ -66,18 +62,17 @@ FromRank: TypeAlias = Arrived | Failed
 ToRank: TypeAlias = Ask | Proceed | Repeat | Aborted
 
 Row: TypeAlias = Mapping[type, Callable[..., list[CommandT]]]
-"""The rules of a state, by event type. A final state has none."""
+"""Rules by event type. A final state has none."""
 
 Table: TypeAlias = Mapping[StateT, Row[CommandT]]
-"""The row of every state."""
 
 
 class ProtocolViolation(AssertionError):
-    """An event that cannot happen in this state: a defect, never an operating condition."""
+    """An event that cannot happen in this state: a defect."""
 
 
 class Machine(Generic[StateT, EventT, CommandT]):
-    """A state and a table, whose rules are methods of the machine."""
+    """The table's rules are methods of the machine."""
 
     def __init__(self, table: Table[StateT, CommandT], first: StateT) -> None:
         self.state = first
@@ -85,7 +80,6 @@ class Machine(Generic[StateT, EventT, CommandT]):
 
     @property
     def is_final(self) -> bool:
-        """Whether the machine ignores all events."""
         return not self._table[self.state]
 
     def handle(self, event: EventT) -> list[CommandT]:
@@ -110,18 +104,13 @@ class Machine(Generic[StateT, EventT, CommandT]):
         return []
 
 
-# Decisions --------------------------------------------------------------------------------------
-
-
 class Continue(msgspec.Struct, frozen=True, kw_only=True):
     """The ranks of the round proceed.
 
     Attributes:
-        payloads: By rank.
         common: Payload of other ranks.
         skips: By rank, number of following rounds without it.
         commits_next: The next round is the commit round, of all ranks.
-        is_last: The call has succeeded.
     """
 
     payloads: Mapping[int, bytes] = {}
@@ -132,7 +121,7 @@ class Continue(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class AskMore(msgspec.Struct, frozen=True):
-    """These ranks answer questions; the round is then decided again, from the answers alone."""
+    """Asks these ranks; the round is then decided again, from the answers alone."""
 
     questions: Mapping[int, bytes]
 
@@ -141,11 +130,8 @@ Decision: TypeAlias = Continue | AskMore | Failure
 """How a round ends; a ``Failure`` ends the call on all ranks."""
 
 
-# The coordinator --------------------------------------------------------------------------------
-
-
 class Lost(msgspec.Struct, frozen=True):
-    """Event: a rank was lost; for a rank: the coordinator was lost, or does not answer."""
+    """Event: a rank was lost; for a rank: the coordinator."""
 
     failure: Failure
 
@@ -177,8 +163,8 @@ class Hurry(msgspec.Struct, frozen=True):
     """Command: end the commit in progress soon. Its result still decides.
 
     Attributes:
-        has_grace: The commit may take a moment, as it is likely to succeed: a rank has failed or
-            was cancelled. False after the deadline.
+        has_grace: The commit, likely to succeed, may take a moment: a rank has failed or was
+            cancelled. False after the deadline.
     """
 
     failure: Failure
@@ -186,8 +172,6 @@ class Hurry(msgspec.Struct, frozen=True):
 
 
 class SendTo(msgspec.Struct, frozen=True):
-    """Command: send ``message`` to ``rank``."""
-
     rank: int
     message: ToRank
 
@@ -207,10 +191,7 @@ _C = CoordinatorState
 
 
 class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand]):
-    """The coordinator's side of one call.
-
-    A rank that repeats a message after the end gets the outcome again.
-    """
+    """One call; a rank that repeats a message after the end gets the outcome again."""
 
     def __init__(self, *, world_size: int) -> None:
         super().__init__(_COORDINATOR, _C.GATHERING)
@@ -236,7 +217,6 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
 
     @property
     def awaited(self) -> tuple[int, ...]:
-        """The ranks that have not arrived yet."""
         return tuple(sorted(self._awaited)) if self.state is _C.GATHERING else ()
 
     def validate(self) -> None:
@@ -256,7 +236,7 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         if asked is not None and event.num_asked < asked.num_asked:
             return [SendTo(rank, asked)]
         if self._num_answered.get(rank, -1) >= event.num_asked:
-            return []  # a repeated message
+            return []  # repeated
         self._num_answered[rank] = event.num_asked
         self._payloads[rank] = event.payload
         self._awaited.discard(rank)
@@ -322,15 +302,8 @@ class Coordinator(Machine[CoordinatorState, CoordinatorEvent, CoordinatorCommand
         return [SendTo(event.rank, self._sent[event.rank])]
 
 
-# A rank -----------------------------------------------------------------------------------------
-
-
 class Reached(msgspec.Struct, frozen=True):
-    """Event: the rank's work before the next round, or its answer to an ``Ask``, is ready.
-
-    Attributes:
-        commits: The next round is the commit round.
-    """
+    """Event: the rank's next work, or its answer to an ``Ask``, is ready."""
 
     payload: bytes = b""
     commits: bool = False
@@ -340,9 +313,7 @@ class End(msgspec.Struct, frozen=True):
     """Last command: the call has ended.
 
     Attributes:
-        failure: None if it succeeded.
-        is_unknown: The coordinator is gone, and it may have committed.
-        payload: The last decision.
+        is_unknown: The coordinator is gone, and may have committed.
     """
 
     failure: Failure | None
@@ -359,14 +330,10 @@ class ParticipantState(StrEnum):
 
 ParticipantEvent: TypeAlias = ToRank | Reached | Failed | Lost | TakenOver
 ParticipantCommand: TypeAlias = FromRank | Ask | Proceed | End
-"""A message to send; an ``Ask`` to answer by ``Reached``; a ``Proceed`` to begin the next work."""
-
 _P = ParticipantState
 
 
 class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand]):
-    """A rank's side of one call."""
-
     def __init__(self, *, rank: int) -> None:
         super().__init__(_PARTICIPANT, _P.WORKING)
         self.rank = rank
@@ -403,7 +370,7 @@ class Participant(Machine[ParticipantState, ParticipantEvent, ParticipantCommand
         return [event]
 
     def _on_late_proceed(self, event: Proceed) -> list[ParticipantCommand]:
-        # After this rank has failed, only the last round still counts.
+        # After a failure only the last round counts.
         if event.round != self.round or not event.is_last:
             return []
         return self._end(End(None, payload=event.payload))

@@ -1,15 +1,11 @@
 """The decisions of a save, over ``protocol.rounds``.
 
-The rounds:
-
 0. *Joined*: Each rank sends a digest of its inventory. The coordinator asks one rank per unknown
-   digest for the content, then sends each rank its part of the plan.
+digest for the content, then sends each rank its part of the plan.
 1. *Opened* (only ranks that share objects): Objects with several writers are open. Each rank gets
-   the tokens of those that it joins.
+the tokens of those that it joins.
 2. *Written* (the same ranks): All chunks of shared objects are stored; these can be completed.
 3. *ManifestStored*, the commit round: Each rank has stored its manifest.
-
-A rank that saves the same state again sends digests only (``protocol.plan_cache``).
 """
 
 from __future__ import annotations
@@ -71,8 +67,6 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Details(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
-    """The requested content; item lists by digest."""
-
     inventory: Inventory | None = None
     lists: dict[bytes, tuple[Item, ...]] = {}
     sharded: tuple[Sharded, ...] = ()
@@ -84,10 +78,9 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         url, fsync, rules: The coordinator's; apply to all ranks. ``url`` is UTF-8 with
             ``surrogatepass``.
-        digest: Digest of the plan.
         plan: None if the rank remembers it.
         save: The part of the commit object that the rank's manifest repeats.
-        resumed: Dead attempts, the newest first, whose objects are not sent again.
+        resumed: Dead attempts, newest first, whose objects are not sent again.
         shares_objects: The rank takes part in rounds 1 and 2.
     """
 
@@ -122,15 +115,12 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
         return cls(short, b"" if token == key.encode() else token)
 
     def opened(self, attempt: str) -> tuple[str, bytes]:
-        """Reverses ``of``."""
         short = self.key
         key = f"{attempt}{short}" if short[0] == "/" else f"{attempt}/data/{short}.safetensors"
         return key, self.token or key.encode()
 
 
 class ManifestStored(msgspec.Struct, frozen=True, array_like=True):
-    """``size`` in bytes."""
-
     size: int
     crc32c: int
 
@@ -147,7 +137,6 @@ def decode(payload: bytes, kind: type[T]) -> T:
 
 
 def aborted(reason: str, stage: Stage, rank: int | None) -> Failure:
-    """Returns a failure that is raised as ``SnapshotAborted``."""
     return Failure(reason=reason, stage=stage, rank=rank)
 
 
@@ -156,9 +145,7 @@ class SaveDecisions:
 
     Args:
         save: Repeated in each rank's manifest, by rank 0 with the metadata.
-        release: Required on all ranks.
-        fsync: Whether all data must be durable before the commit.
-        resumed: See ``Assignment``.
+        fsync: All data must be durable before the commit.
         memory: Of the previous save; no other save may use it.
     """
 
@@ -201,15 +188,12 @@ class SaveDecisions:
         return Continue(commits_next=True)
 
     def records(self, payloads: Mapping[int, bytes]) -> tuple[ManifestRecord, ...]:
-        """Returns the manifest records from the payloads of the commit round."""
         records = []
         for rank in sorted(payloads):
             stored = decode(payloads[rank], ManifestStored)
             key = manifest_key(self.attempt, rank)
             records.append(ManifestRecord(key=key, size=stored.size, crc32c=stored.crc32c))
         return tuple(records)
-
-    # Joining
 
     def _on_joined(self, payloads: Mapping[int, bytes]) -> Decision:
         for rank in sorted(payloads):
@@ -284,8 +268,6 @@ class SaveDecisions:
             shares_objects=plan.ranks[rank].is_shared,
         )
 
-    # Shared objects
-
     def _on_opened(self, payloads: Mapping[int, bytes]) -> Continue:
         assert self._plan is not None
         tokens: dict[int, list[Token]] = {}
@@ -302,7 +284,6 @@ class SaveDecisions:
 def _firsts(
     digests: Iterable[tuple[int, bytes]], known: Mapping[bytes, object]
 ) -> dict[bytes, int]:
-    """Returns unknown digests, each with its first rank."""
     found: dict[bytes, int] = {}
     for rank, digest in digests:
         if digest not in known:

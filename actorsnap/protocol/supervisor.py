@@ -2,12 +2,12 @@
 
 1. The first save, or an earlier request, starts a process. Saves are sent when it is ready.
 2. If it ends before that, another one is started, once. If that fails too, these and all later
-   saves are made without a process: a slow snapshot is better than none.
+saves are made without a process: a slow snapshot is better than none.
 3. A process that is silent for too long is killed: it was stopped, or hangs in a system call.
-4. If it dies in a save whose chunks are all still in the arena, or not yet copied, the next process
-   gets the save, once, with the name of the dead attempt, which may have committed. Any other save
-   is aborted. A save with other ranks is sent again only if the process had not begun it: otherwise
-   the other ranks rely on the dead attempt.
+4. If it dies in a save whose chunks are all in the arena or not yet copied, the next process gets
+the save, once, with the name of the dead attempt, which may have committed. Any other save is
+aborted. A save with other ranks is sent again only if the process had not begun it: otherwise they
+rely on the dead attempt.
 5. Each save ends exactly once: finished, aborted, or made without a process.
 """
 
@@ -33,8 +33,6 @@ __all__ = [
 
 
 class ProcessCommand(StrEnum):
-    """What to do with the process."""
-
     START = "start"
     """Leads to ``note_ready`` or ``note_process_ended``."""
     KILL = "kill"
@@ -49,15 +47,11 @@ class SendSave(msgspec.Struct, frozen=True):
 
 
 class AbortSave(msgspec.Struct, frozen=True):
-    """The save has ended without its process."""
-
     number: int
     failure: Failure
 
 
 class SaveHere(msgspec.Struct, frozen=True):
-    """Make the save without a process."""
-
     number: int
 
 
@@ -68,8 +62,6 @@ _MAX_STARTS = 2
 
 
 class SupervisorState(StrEnum):
-    """State of the process."""
-
     ABSENT = "absent"
     STARTING = "starting"
     READY = "ready"
@@ -78,8 +70,6 @@ class SupervisorState(StrEnum):
 
 
 class _Supervised(msgspec.Struct):
-    """A save that has not ended."""
-
     rank: int
     is_shared: bool
     is_sent: bool = False
@@ -107,7 +97,6 @@ class Supervisor:
 
     @property
     def num_saves(self) -> int:
-        """Number of saves that have not ended."""
         return len(self._saves)
 
     def validate(self) -> None:
@@ -118,12 +107,9 @@ class Supervisor:
         if self.state is _S.READY:
             assert all(save.is_sent for save in self._saves.values())
 
-    # Saves
-
     def add_save(
         self, number: int, *, rank: int = 0, is_shared: bool = False
     ) -> list[SupervisorCommand]:
-        """Adds a save of this rank, shared with other ranks or not."""
         if self.state is _S.UNUSABLE:
             return [SaveHere(number)]
         save = self._saves[number] = _Supervised(rank, is_shared)
@@ -140,7 +126,6 @@ class Supervisor:
         return [CancelSave(number, reason) if save.is_sent else self._abort(number, reason)]
 
     def conclude_save(self, number: int, failure: Failure) -> list[SupervisorCommand]:
-        """Ends a save because its team has ended it."""
         save = self._saves.get(number)
         if save is None or save.failure is not None:
             return []
@@ -154,7 +139,6 @@ class Supervisor:
         return commands
 
     def note_begun(self, number: int, attempt: str) -> None:
-        """Notes that the process has begun the save. Only rank 0 knows the attempt at first."""
         save = self._saves.get(number)
         if save is not None:
             save.has_begun, save.attempt = True, attempt
@@ -166,10 +150,7 @@ class Supervisor:
     def note_save_ended(self, number: int) -> None:
         self._saves.pop(number, None)
 
-    # The process
-
     def start(self) -> list[SupervisorCommand]:
-        """Starts a process if there is none."""
         if self.state is not _S.ABSENT:
             return []
         self.state = _S.STARTING
@@ -205,7 +186,6 @@ class Supervisor:
         return commands
 
     def _bury(self, number: int, save: _Supervised, reason: str) -> list[SupervisorCommand]:
-        """Ends or keeps a save after its process has died; keeps one that was not sent."""
         if not save.is_sent:
             return []
         save.is_sent = False
@@ -238,7 +218,7 @@ class Supervisor:
                 reason=reason,
                 stage=Stage.CANCEL if is_cancelled else Stage.STORE,
                 rank=save.rank,
-                # The dead process may have committed, and nobody has looked.
+                # The dead process may have committed; nobody has looked.
                 may_be_visible=bool(save.attempt),
             ),
         )

@@ -2,8 +2,8 @@
 
 The trainer captures and stages; the process runs the participant, the coordinator and the storage
 (``docs/decisions/0011-uploader-process.md``). Tensor bytes travel through the arena. A state's
-``Structure`` is sent once; later saves send its digest and the values that have changed. Both ends
-pack the same items by the same plan and rules, and number the chunks as ``packing.write_order``.
+``Structure`` is sent once; later saves send its digest and changed values. Both ends pack equal
+items by equal plans and rules, and number the chunks as ``packing.write_order``.
 """
 
 from __future__ import annotations
@@ -50,10 +50,9 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     Attributes:
         items, kinds, dtypes: One per leaf with bytes, in traversal order; see ``Leaf``.
-        requires_grad, rank_zero_wins: Indices of these leaves.
+        requires_grad, rank_zero_wins: Leaf indices.
         holders: Sets of ranks, each with the indices of the leaves that they share.
-        memory_formats: By leaf index, where there is one.
-        attributes: By leaf index, where there are some; JSON.
+        memory_formats, attributes: By leaf index, where present; attributes as JSON.
         entries: The other entries without values, with their positions among all parts; JSON.
         values: Positions of the values.
         optimizers: See ``RankManifest``.
@@ -83,21 +82,16 @@ class Alive(_Frame, frozen=True, tag="a"):
 
 
 class AttemptsEnded(_Frame, frozen=True, tag="A"):
-    """Attempts of the sender have committed or can no longer commit, in either direction."""
+    """Attempts of the sender have committed or can no longer commit; in either direction."""
 
     attempts: list[str]
-
-
-# Frames to the process ----------------------------------------------------------------------
 
 
 class Configure(_Frame, frozen=True, tag="v"):
     """Changes settings of the process.
 
     Attributes:
-        variables: Environment variables that were set or deleted: they may be credentials.
-        log_level: Minimum level of lines for the trainer's log.
-        duty: Share of the time in which uploaders work; see ``pacing``.
+        variables: Environment variables that were set or deleted; may be credentials.
     """
 
     variables: list[tuple[bytes, bytes | None]] = []
@@ -111,16 +105,11 @@ class BeginSave(_Frame, frozen=True, tag="s"):
     Attributes:
         number: Identifies the save in all frames.
         structure: None: the one sent before with this digest.
-        values: Value entries as JSON, by index: all of them, or without a structure those that
-            differ from the ones sent with it.
+        values: Value entries as JSON, by index; without a structure only the changed ones.
         display_url, url, storage_options: See ``runtime.location.Location``.
-        options, metadata: As msgpack, and as JSON.
-        left_s: Rest of ``Options.timeout_s``, in seconds.
-        budget_bytes: Memory budget of the trainer.
+        left_s: Rest of ``Options.timeout_s``.
         previous_attempt: The attempt of a process that died in this save, or empty.
         forgotten: Digest of a structure that no later save uses, or empty.
-        is_recorded: ``Finished`` needs a record.
-        team: Number of the trainer's team; None for a single rank.
     """
 
     number: int
@@ -149,11 +138,8 @@ class Staged(_Frame, frozen=True, tag="c"):
     """Progress of staging.
 
     Attributes:
-        chunks: Number of each new chunk, and its offset in the arena; None if it has header bytes
-            only.
+        chunks: New chunks: number, and offset in the arena; None if it has header bytes only.
         is_waiting: The trainer waits for memory: begin to store.
-        is_last: All chunks were staged.
-        error: Why staging has failed, or empty.
     """
 
     number: int
@@ -176,11 +162,7 @@ class CancelSave(_Frame, frozen=True, tag="x"):
 
 
 class EndReceived(_Frame, frozen=True, tag="m"):
-    """An end of the rank's mailbox has received an item (``transport.relay``).
-
-    Attributes:
-        to_coordinator: It is the coordinator's end.
-    """
+    """An end of the rank's mailbox has received an item (``transport.relay``)."""
 
     number: int
     to_coordinator: bool
@@ -205,11 +187,7 @@ class TakeOver(_Frame, frozen=True, tag="T"):
     """Prepares for opening the rank's mailbox if the trainer ends before the save.
 
     Attributes:
-        host, port: Address of the underlying TCPStore.
-        prefix: Prefix of all keys.
-        name: See ``StorePort.namespace``.
-        session: See ``StorePort.session``.
-        call: Number of the call in the team.
+        name, session: ``namespace`` and ``session`` of the ``StorePort``.
     """
 
     number: int
@@ -228,12 +206,7 @@ class LeaveTeam(_Frame, frozen=True, tag="L"):
 
 
 ToSave: TypeAlias = Staged | CancelSave | EndReceived | AbsenceReported | TurnGiven | TakeOver
-"""About a running save."""
-
 ToProcess: TypeAlias = ToSave | BeginSave | Configure | LeaveTeam | AttemptsEnded | Alive
-
-
-# Frames from the process --------------------------------------------------------------------
 
 
 class AnswerWanted(_Frame, frozen=True, tag="q"):
@@ -248,7 +221,6 @@ class MessageSent(_Frame, frozen=True, tag="m"):
 
     Attributes:
         to: The rank; None: the coordinator.
-        message: See ``transport.relay.encode_item``.
     """
 
     number: int
@@ -257,10 +229,10 @@ class MessageSent(_Frame, frozen=True, tag="m"):
 
 
 class TakeOverPrepared(_Frame, frozen=True, tag="T"):
-    """The answer to ``TakeOver``.
+    """Answers ``TakeOver``.
 
     Attributes:
-        error: Why the process cannot take over; empty if it can.
+        error: Why the process cannot take over, or empty.
     """
 
     number: int
@@ -292,7 +264,7 @@ class Progressed(_Frame, frozen=True, tag="p"):
     """Progress since the last such frame.
 
     Attributes:
-        hashed, stored: Sizes in bytes.
+        hashed, stored: In bytes.
         released: Chunks whose memory is no longer used.
     """
 
@@ -308,8 +280,6 @@ class Finished(_Frame, frozen=True, tag="f"):
     Attributes:
         error: None if committed.
         is_unanswered: See ``CommitTurn.release``.
-        record: ``actors.trace.Record`` as msgpack, for the trainer's trace; or empty.
-        retries: Number of retried storage requests.
     """
 
     number: int
@@ -320,7 +290,7 @@ class Finished(_Frame, frozen=True, tag="f"):
 
 
 class Logged(_Frame, frozen=True, tag="l"):
-    """A line for the trainer's log, with its fields."""
+    """A line for the trainer's log."""
 
     level: int
     logger: str
@@ -331,6 +301,4 @@ class Logged(_Frame, frozen=True, tag="l"):
 FromSave: TypeAlias = (
     Begun | MessageSent | AnswerWanted | TakeOverPrepared | StagingWanted | Progressed | Finished
 )
-"""About a running save."""
-
 FromProcess: TypeAlias = FromSave | Logged | AttemptsEnded | Alive

@@ -1,1 +1,1 @@
-"""The control plane between ranks: messages of ``protocol.messages``, never bulk bytes."""
+"""Messages of ``protocol.messages`` between ranks, never bulk bytes."""

@@ -1,8 +1,7 @@
 """Interface of a transport, and the transport inside one process.
 
-A transport carries messages between the participants (one per rank) and the coordinator of one
-call. It keeps the order of messages between two parties and never mixes calls. It may lose messages
-after a party is gone. ``receive`` also returns its own observations, in order with the messages.
+A transport carries messages between participants (one per rank) and the coordinator of one call, in
+order. It may lose messages after a party is gone. ``receive`` also returns its own observations.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ __all__ = ["Began", "Broken", "CoordinatorEnd", "InprocTransport", "PeerLost", "
 class Began(msgspec.Struct, frozen=True, kw_only=True):
     """A rank takes part in this call, with this tag.
 
-    Received by the coordinator, once per rank, before any message of the rank.
+    The coordinator receives it once per rank, before the rank's messages.
     """
 
     rank: int
@@ -32,7 +31,7 @@ class Began(msgspec.Struct, frozen=True, kw_only=True):
 class PeerLost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="PeerLost"):
     """A rank that took part has fallen silent. Received once per rank.
 
-    A rank that was never heard, in this call or one before, is not lost: the deadline covers it.
+    A rank that was never heard, in this call or one before, is not lost.
 
     Attributes:
         rank: At a participant's end always 0, the coordinator's.
@@ -50,38 +49,31 @@ class Broken(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Br
 
 
 class ParticipantEnd(Protocol):
-    """A rank's end."""
-
     async def send(self, message: ToCoordinator) -> None: ...
 
     async def receive(self) -> FromCoordinator | PeerLost | Broken | TakenOver:
-        """Returns the next message. Cancellation: no message is lost."""
+        """Cancellation: no message is lost."""
 
     def has_coordinator(self) -> bool:
         """Returns whether rank 0 is known to take part."""
 
 
 class CoordinatorEnd(Protocol):
-    """The coordinator's end."""
-
     async def send(self, rank: int, message: FromCoordinator) -> None: ...
 
     async def receive(self) -> ToCoordinator | Began | PeerLost | Broken | TakenOver:
-        """Returns the next message of any rank. Cancellation: no message is lost."""
+        """Returns a message of any rank. Cancellation: no message is lost."""
 
     async def absence(self) -> str | None:
-        """Returns why the ranks may have given this process up, if they may.
-
-        A process that was stopped does not notice it otherwise.
-        """
+        """Returns why the ranks may have given this process up: it may have been stopped."""
 
 
 _MAX_MESSAGES_PER_RANK = 16
-"""Capacity of a stream. A call takes fewer than ten messages per rank."""
+"""Capacity of a stream; a call takes fewer than ten messages per rank."""
 
 
 class InprocTransport:
-    """All ends of one call in one process; bounded streams pass messages as they are."""
+    """All ends of one call in one process; messages are not encoded."""
 
     def __init__(self, world_size: int) -> None:
         self._up_send, self._up_receive = anyio.create_memory_object_stream[ToCoordinator](
@@ -103,7 +95,6 @@ class InprocTransport:
         return _InprocCoordinator(self._up_receive, [send for send, _ in self._down])
 
     def close(self) -> None:
-        """Closes all ends."""
         self._up_send.close()
         self._up_receive.close()
         for send, receive in self._down:

@@ -1,11 +1,7 @@
-"""The threads of a store port: they send and receive frames.
+"""The threads of a store port: they send and receive frames, which ``transport.store`` interprets.
 
-A mailbox is a queue in the job's c10d store. One thread sends to other ranks' mailboxes, one
-receives from this rank's, each on its own connection (``clone``). They encode and decode;
-``transport.store`` interprets frames on the runtime's loop. Loop and threads share two queues and a
-few attributes, each set by one side only. There are no locks.
-
-This module must not know torch.
+One thread sends, one receives, each on its own connection (``clone``). Loop and threads share two
+queues and a few attributes, each set by one side only, without locks. Must not know torch.
 """
 
 from __future__ import annotations
@@ -42,20 +38,18 @@ __all__ = [
 logger = Log(__name__)
 
 PIECE_BYTES = 4 << 20
-"""Maximum payload of a frame, in bytes. The server closes a connection that sends over 8 MiB."""
+"""Maximum payload of a frame. The server closes a connection that sends over 8 MiB."""
 
 _MAX_REUSED_BYTES = 64 << 10
-"""Largest encoded message kept for further ranks, in bytes."""
-
 _FOREVER = timedelta(days=365)
-"""Timeout of the store: torch prints a warning each time one expires."""
+"""torch prints a warning each time a timeout expires."""
 
 _HELLO_MAX_S = 60.0
 _MAX_PARTIAL = 256
 
 
 class QueueStore(Protocol):
-    """The required methods of a store; ``TCPStore`` and ``HashStore`` have them."""
+    """The required methods of a store, as of ``TCPStore`` and ``HashStore``."""
 
     def clone(self) -> Any:
         """Opens another connection."""
@@ -78,8 +72,7 @@ class StoreStatistics:
     Attributes:
         messages_sent, messages_received: Without those within rank 0.
         bytes_sent, bytes_received: Of all frames.
-        beats_sent, beats_received: Heartbeats.
-        num_dropped: Frames that were late, foreign, or undecodable.
+        num_dropped: Late, foreign, or undecodable frames.
     """
 
     messages_sent: int
@@ -116,7 +109,7 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
     """Content of a heartbeat.
 
     Attributes:
-        every_s: Interval of this heartbeat, and requested of the others', in seconds.
+        every_s: Interval of this heartbeat, and the requested one of the others'.
         open, tags: Numbers and tags of the sender's saves.
         awaited: Numbers of others' saves that the sender has not begun.
     """
@@ -127,14 +120,11 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
     tags: tuple[bytes, ...] = ()
 
     def tag(self, number: int) -> bytes | None:
-        """Returns the tag of an open save."""
         return dict(zip(self.open, self.tags, strict=True)).get(number)
 
 
 @dataclass(frozen=True, slots=True)
 class Outgoing:
-    """A message for the sending thread to encode."""
-
     kind: Kind
     number: int
     message: object
@@ -151,16 +141,12 @@ class Delivered:
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Failure of a thread; with a number, of a message of that save."""
-
     reason: str
     number: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Beat:
-    """The heartbeat that the sending thread repeats."""
-
     frame: bytes
     every_s: float
     is_hello: bool
@@ -178,18 +164,14 @@ class Mailbox:
 
     Args:
         store: Cloned by the threads, then released.
-        keys: Queues of all ranks.
-        token: Identifies this mailbox' own frames.
-        up, down: Types of messages to the coordinator and to participants, for msgspec.
         wake: Called by a thread when the loop should look at ``arrived``.
-        clock: For ``beaten`` only.
 
     Attributes:
         arrived: Received frames and faults, removed by the loop.
         beaten: Times of sent heartbeats, removed by the loop.
         beat: The heartbeat to send. The loop sets it, then calls ``wake_up``.
         present: Receivers of heartbeats, set by the loop.
-        wakes_on_beat: Whether a received heartbeat calls ``wake``; set by the loop.
+        wakes_on_beat: Received heartbeats call ``wake``; set by the loop.
     """
 
     def __init__(
@@ -208,7 +190,7 @@ class Mailbox:
         self.beaten: deque[float] = deque()
         self.beat: Beat | None = None
         self.wakes_on_beat = True
-        # A dictionary keeps the order, and is copied in one step.
+        # Ordered, and copied in one step.
         self.present: dict[int, None] = {}
         self._keys = keys
         self._rank = rank
@@ -217,7 +199,7 @@ class Mailbox:
         self._clock = clock
         self._outbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._connected = {"send": False, "receive": False}
-        # Each is written by one thread only.
+        # Each has one writing thread.
         self._sent = [0, 0, 0]
         self._received = [0, 0, 0]
         self._num_undecodable = 0
@@ -242,11 +224,9 @@ class Mailbox:
 
     @property
     def is_connected(self) -> bool:
-        """Whether both connections are established."""
         return all(self._connected.values())
 
     def put(self, to: int, what: Outgoing | Frame) -> None:
-        """Queues a message or a frame."""
         self._outbox.put((to, what))
 
     def wake_up(self) -> None:
@@ -266,10 +246,7 @@ class Mailbox:
         )
 
     def stop(self, *, is_continued: bool = False) -> None:
-        """Ends the threads after queued messages are sent.
-
-        Empties the mailbox, unless another process continues it.
-        """
+        """Ends the threads after sending; empties the mailbox unless it is continued."""
         self._is_continued = is_continued
         self.put(self._rank, Frame(Kind.STOP, self._rank, self._token))
         self._outbox.put(None)
@@ -292,12 +269,12 @@ class Mailbox:
             store: QueueStore = store_for.pop(what).clone()
             store.set_timeout(_FOREVER)
             self._connected[what] = True
-            self.wake_up()  # a hello may wait for the connection
+            self.wake_up()  # for a waiting hello
             work(store)
         except Exception as error:
             logger.debug("%s: cannot %s", self._keys[self._rank], what, exc_info=True)
             self._post(Fault(_explain(error)))
-            self._outbox.put(None)  # ends the sending thread, which is useless alone
+            self._outbox.put(None)  # ends the sending thread, useless alone
 
     def _receive(self, store: QueueStore) -> None:
         key = self._keys[self._rank]
@@ -305,7 +282,7 @@ class Mailbox:
         pieces: dict[tuple[int, bytes, Kind, int], list[bytes]] = {}
         num_waiting = 0
         while True:
-            # A blocking pop costs two requests; values already queued are popped without blocking.
+            # A blocking pop costs two requests: queued values are popped without blocking.
             data = store.queue_pop(key, num_waiting == 0)
             num_waiting = num_waiting - 1 if num_waiting else store.queue_len(key)
             self._received[1] += len(data)
@@ -327,7 +304,7 @@ class Mailbox:
     def _decode(
         self, frame: Frame, pieces: dict[tuple[int, bytes, Kind, int], list[bytes]]
     ) -> Delivered | None:
-        """Returns the frame with its content; None if pieces are missing."""
+        """Returns None if pieces are missing."""
         if frame.kind is Kind.BEAT:
             self._received[2] += 1
             return Delivered(frame, msgspec.msgpack.decode(frame.payload, type=Pulse))
@@ -370,12 +347,12 @@ class Mailbox:
                         encoded = self._push_message(store, to, what, encoded)
                 beat = self._beat_to_send()
             if beat is not sent:
-                # A save or the session has begun or ended: report it at once.
+                # Report begins and ends of saves and sessions at once.
                 sent, beat_at, hello_s = beat, 0.0, 0.0
             if beat is not None and time.monotonic() >= beat_at:
                 every_s = beat.every_s
                 if beat.is_hello:
-                    # The receiver may not run yet, and nobody empties its mailbox.
+                    # The receiver may not run yet, and its mailbox fills up.
                     every_s = hello_s = min(max(every_s, 2 * hello_s), _HELLO_MAX_S)
                 for other in list(self.present):
                     self._push(store, other, beat.frame)
@@ -384,7 +361,7 @@ class Mailbox:
                 self.beaten.append(self._clock())
 
     def _beat_to_send(self) -> Beat | None:
-        # No hello before the receiving connection is ready: hellos become rarer, so a late welcome
+        # No hello before the receiving connection is ready: as hellos become rarer, a late welcome
         # could make this rank appear lost.
         beat = self.beat
         is_mute = beat is not None and beat.is_hello and not self._connected["receive"]
@@ -393,7 +370,7 @@ class Mailbox:
     def _push_message(
         self, store: QueueStore, to: int, job: Outgoing, encoded: tuple[object, bytes]
     ) -> tuple[object, bytes]:
-        """Sends a message; one to many ranks is encoded once."""
+        """Encodes a message to many ranks once."""
         if encoded[0] is not job.message:
             try:
                 encoded = (job.message, self._encoder.encode(job.message))

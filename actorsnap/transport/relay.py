@@ -1,8 +1,8 @@
 """Connects an engine in another process with the rank's mailbox.
 
-The trainer owns the mailbox. A ``Relay`` passes messages between its ends and the ``RelayedEnds``
-of an engine in the uploader process. If the trainer ends after everything is staged, the process
-opens the mailbox itself and connects the same ``RelayedEnds`` to its own relay.
+The trainer owns the mailbox; its ``Relay`` passes messages to and from the ``RelayedEnds`` of an
+engine in the uploader process. If the trainer ends after staging, that process opens the mailbox
+itself and connects the ends to its own relay.
 
 This module must not know links, processes or torch.
 """
@@ -38,19 +38,15 @@ _item = msgspec.msgpack.Decoder(Item)
 
 
 def encode_item(item: Item) -> bytes:
-    """Encodes a message or an observation of the transport."""
     return msgspec.msgpack.encode(item)
 
 
 def decode_item(data: bytes) -> Item:
-    """Reverses ``encode_item``."""
     item: Item = _item.decode(data)
     return item
 
 
 class RelayLink(Protocol):
-    """Connects relayed ends with the mailbox."""
-
     def post(self, to: int | None, message: Message) -> None:
         """Queues ``message`` for rank ``to``; None: the coordinator."""
         ...
@@ -61,8 +57,6 @@ class RelayLink(Protocol):
 
 
 class _RelayedEnd:
-    """Queues items for one party."""
-
     def __init__(self, wire: RelayLink) -> None:
         self.wire = wire
         self._in, self._out = anyio.create_memory_object_stream[Item | TakenOver](math.inf)
@@ -79,7 +73,7 @@ class _RelayedEnd:
 
 
 class RelayedParticipant(_RelayedEnd):
-    """A rank's end; see ``transport.ends.ParticipantEnd``."""
+    """See ``transport.ends.ParticipantEnd``."""
 
     async def send(self, message: ToCoordinator) -> None:
         self.wire.post(None, message)
@@ -89,7 +83,7 @@ class RelayedParticipant(_RelayedEnd):
 
 
 class RelayedCoordinator(_RelayedEnd):
-    """The coordinator's end; see ``transport.ends.CoordinatorEnd``."""
+    """See ``transport.ends.CoordinatorEnd``."""
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
         self.wire.post(rank, message)
@@ -99,14 +93,13 @@ class RelayedCoordinator(_RelayedEnd):
 
 
 class RelayedEnds:
-    """The ends of one call, for an engine; ``coordinator`` on rank 0 only. On the loop only."""
+    """An engine's ends of one call; ``coordinator`` on rank 0 only. On the loop only."""
 
     def __init__(self, wire: RelayLink, *, rank: int) -> None:
         self.participant = RelayedParticipant(wire)
         self.coordinator = RelayedCoordinator(wire) if rank == 0 else None
 
     def put(self, to_coordinator: bool, item: Item) -> None:
-        """Passes an item of the mailbox on to the engine."""
         end = self.coordinator if to_coordinator else self.participant
         assert end is not None
         end.put(item)
@@ -118,12 +111,11 @@ class RelayedEnds:
             end.put(TakenOver())
 
     def break_off(self, reason: str) -> None:
-        """Ends the call."""
         for end in self._ends():
             end.put(Broken(reason=reason))
 
     def close(self) -> None:
-        """Releases the ends. Idempotent."""
+        """Idempotent."""
         for end in self._ends():
             end.close()
 
@@ -158,7 +150,7 @@ class Relay:
         self._posted_in, self._posted_out = anyio.create_memory_object_stream[
             tuple[int | None, Message] | anyio.Event
         ](math.inf)
-        # Needed to conclude the call in place of an engine that died.
+        # To conclude the call in place of an engine that died.
         self._rounds = dict.fromkeys(range(world_size), 0)
         self._sent_outcome: Proceed | Aborted | None = None
         self._outcome: Proceed | Aborted | PeerLost | Broken | None = None
@@ -173,13 +165,13 @@ class Relay:
                 tasks.start_soon(self._pass_on, self._coordinator, True)
 
     def attach(self, put: Callable[[bool, Item], None]) -> None:
-        """Passes all items to an engine, beginning with those received so far."""
+        """Passes all items to an engine, also those received so far."""
         self._put = put
         for to_coordinator, item in self._kept or ():
             put(to_coordinator, item)
 
     def forget(self) -> None:
-        """Stops keeping items: no other engine can replace the present one."""
+        """Stops keeping items: no engine can replace the present one."""
         self._kept = None
 
     def post(self, to: int | None, message: Message) -> None:
@@ -189,7 +181,6 @@ class Relay:
             self._posted_in.send_nowait((to, message))
 
     async def flush(self) -> None:
-        """Waits until all posted messages are sent."""
         sent = anyio.Event()
         self._posted_in.send_nowait(sent)
         await sent.wait()
@@ -245,7 +236,6 @@ class Relay:
         return Failure(reason=reason, stage=Stage.COMMIT, rank=0, may_be_visible=True)
 
     def _note(self, item: Item) -> None:
-        """Records the outcome for this rank."""
         outcome = item if isinstance(item, PeerLost | Broken) else _outcome_of(item)
         if outcome is not None:
             self._outcome = outcome

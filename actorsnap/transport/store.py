@@ -1,23 +1,22 @@
 """The transport between processes: mailboxes in the job's c10d store.
 
-Every rank of a group has a mailbox, a queue in the store. A ``StorePort`` is one process' access to
-them, kept from save to save. Its threads (``transport.mailbox``) only move frames; this module
-decides about them, on the runtime's event loop.
+Every rank has a mailbox, a queue in the store. A ``StorePort``, kept from save to save, is one
+process' access to them. Its threads (``transport.mailbox``) only move frames; this module
+interprets them, on the runtime's event loop.
 
 Frames. A frame carries a message, or a piece of one, and the number of its save. It is kept until
 that save begins here, and dropped after its end.
 
-Sessions. Messages of an earlier job may remain in a mailbox and must not be accepted. A rank first
-sends *hello* with a random token. The coordinator's port answers *welcome* with that token and its
-session's token, which all other frames carry. Frames of another session are dropped; frames before
-the welcome are kept until then.
+Sessions exclude messages of earlier jobs. A rank first sends *hello* with a random token. Rank 0's
+port answers *welcome* with that token and its session's token, which all other frames carry. Frames
+of another session are dropped; frames before the welcome are kept until then.
 
-Liveness. During a save the sending threads exchange heartbeats with the numbers of their saves:
-from each rank to rank 0, and from rank 0 to all; also from a rank that has not begun one of these
-saves. A rank that was heard in a save, or has a session when it begins, is lost after
-``lost_after_s`` of silence. Only the deadline limits the wait for a rank without a session. Silence
-is counted in small steps: a process that was stopped reads its mail before it judges others. Rank 0
-uses the times of its own heartbeats to detect that others may have lost it.
+Liveness. During a save rank 0 and each other rank exchange heartbeats with the numbers of their
+saves, also a rank that has not begun one of them. A rank that was heard in a save, or has a session
+when it begins, is lost after ``lost_after_s`` of silence. Only the deadline limits the wait for a
+rank without a session. Silence is counted in small steps: a process that was stopped reads its mail
+before it judges others. Rank 0 uses the times of its own heartbeats to detect that others may have
+lost it.
 
 This module must not know the meaning of messages, nor torch.
 """
@@ -74,12 +73,10 @@ Down = TypeVar("Down")
 In = TypeVar("In")
 
 _COORDINATOR = 0
-"""The coordinating rank."""
-
 _MAX_LOOK_S = 1.0
 _GIVEN_UP = 2 / 3
 """Part of ``lost_after_s`` after which an absent process may have been given up: others may have
-last heard it ``lost_after_s`` / 6 before its absence, or slightly earlier.
+last heard it ``lost_after_s`` / 6 or slightly more before its absence.
 """
 _MAX_KEPT_NUMBERS = 16
 _MAX_UNPROVEN = 256
@@ -90,10 +87,7 @@ _NO_PULSE = msgspec.msgpack.encode(Pulse(0.0))
 
 
 class _End(Generic[In]):
-    """Queues items for one party of one save. On the loop only.
-
-    After ``close``, ``send`` and ``receive`` raise ``anyio.ClosedResourceError``.
-    """
+    """Queues items for one party of one save. On the loop only."""
 
     def __init__(self, port: StorePort[Any, Any], number: int, lost_after_s: float) -> None:
         self._port = port
@@ -223,10 +217,10 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
 
 
 class StoreSave(Generic[Up, Down]):
-    """This process' part in one save of the group; ``coordinator`` on rank 0 only.
+    """This process' part in one save; ``coordinator`` on rank 0 only.
 
     Attributes:
-        number: The same on all ranks, if all begin their saves in the same order.
+        number: Equal on all ranks, if all begin their saves in the same order.
         tag: See ``Began``.
     """
 
@@ -241,21 +235,18 @@ class StoreSave(Generic[Up, Down]):
         self.coordinator: StoreCoordinator[Up, Down] | None = None
         if port.rank == _COORDINATOR:
             self.coordinator = StoreCoordinator(port, number, lost_after_s)
-            # Messages within rank 0 do not use the store.
+            # Messages within rank 0 bypass the store.
             self.coordinator.colleague = self.participant
             self.participant.colleague = self.coordinator
 
     @property
     def scope(self) -> str:
-        """Prefix for keys in the store, unique to this save; the same on all ranks.
-
-        Valid after the first message of the coordinator.
-        """
+        """Prefix for keys in the store: unique to this save, equal on all ranks."""
         port = self._port
         return f"actorsnap/{port.namespace}/{(port._session or b'').hex()}/{self.number}"
 
     def close(self) -> None:
-        """Ends the save here. Thread-safe and idempotent."""
+        """Thread-safe and idempotent."""
         self._port._run_on_loop(lambda: self._port._end(self))
 
     def __enter__(self) -> StoreSave[Up, Down]:
@@ -273,8 +264,6 @@ class PortTiming:
     """Timing of a port, in seconds.
 
     Attributes:
-        beat_s: Between heartbeats; a short ``lost_after_s`` reduces it.
-        connect_s: Time limit for the store to answer.
         clock: Measures silence only.
     """
 
@@ -284,14 +273,12 @@ class PortTiming:
 
 
 class StorePort(Generic[Up, Down]):
-    """One process' access to the mailboxes of a group. Its threads are daemons.
+    """One process' access to the mailboxes of a group.
 
     Args:
-        store: Cloned by the threads, then released.
+        store: Cloned by the daemon threads, then released.
         namespace: Identifies the job and the group; unique within the store.
-        up, down: Types of messages to the coordinator and to participants, for msgspec.
         call_soon: Runs a callback on the event loop of the ends; thread-safe.
-        first_number: Number of the first save; continues those of an earlier port.
         session: Session of another process' port to continue, if any.
     """
 
@@ -321,7 +308,7 @@ class StorePort(Generic[Up, Down]):
         self._fault: str | None = None
 
         self._token = secrets.token_bytes(_TOKEN_BYTES)
-        # Rank 0 creates the session; the others get it with the welcome.
+        # The other ranks get the session with the welcome.
         if session is None and rank == _COORDINATOR:
             session = self._token
         self._session = session
@@ -360,12 +347,10 @@ class StorePort(Generic[Up, Down]):
 
     @property
     def is_connected(self) -> bool:
-        """Whether both connections are established."""
         return self._mailbox.is_connected
 
     @property
     def is_broken(self) -> bool:
-        """Whether the port is closed or the store has failed."""
         return self._fault is not None or self._is_closing
 
     @property
@@ -388,7 +373,7 @@ class StorePort(Generic[Up, Down]):
         """Begins a save. From any thread, in the same order on all ranks.
 
         Args:
-            number: Larger than all before; numbers left out stay unused. None: the next one.
+            number: Larger than all before. None: the next one.
             tag: See ``Began``; empty: none.
 
         Raises:
@@ -407,19 +392,19 @@ class StorePort(Generic[Up, Down]):
             return save
 
     def begin_after(self, save: StoreSave[Up, Down]) -> StoreSave[Up, Down] | None:
-        """Begins the save that follows ``save``, with its tag, unless it has begun. On the loop."""
+        """Begins the save after ``save``, with its tag, unless it has begun. On the loop."""
         with self._numbering:
             number = self._next_number
             if number != save.number + 1:
                 return None
             self._next_number = number + 1
         following = StoreSave(self, number, save.lost_after_s, save.tag)
-        # At once: its messages must not overtake the heartbeat that announces it.
+        # Its messages must not overtake its heartbeat.
         self._register(following)
         return following
 
     def send_late(self, rank: int, number: int, message: Down) -> None:
-        """Sends a coordinator's message in a save that has ended here."""
+        """Sends a message in a save that ended here."""
         self._send_down(rank, number, message)
 
     def statistics(self) -> StoreStatistics:
@@ -433,8 +418,8 @@ class StorePort(Generic[Up, Down]):
         does nothing in a forked child.
 
         Args:
-            is_continued: Another process continues this port: sends no *bye*, and leaves messages
-                in the mailbox.
+            is_continued: Another process continues this port: no *bye*, and the mailbox is not
+                emptied.
         """
         if self._pid != os.getpid():
             return
@@ -468,10 +453,10 @@ class StorePort(Generic[Up, Down]):
     def _run_on_loop(self, callback: Callable[[], None]) -> None:
         try:
             self._call_soon(callback)
-        except Exception:  # the loop is closed, and its callbacks with it
+        except Exception:  # the loop is closed
             logger.debug("%s: there is no loop", self._label, exc_info=True)
 
-    # The methods below run on the loop.
+    # On the loop only from here on.
 
     def _dispatch(self) -> None:
         self._is_dispatch_due = False
@@ -499,7 +484,7 @@ class StorePort(Generic[Up, Down]):
             beaten_s = self._mailbox.beaten.popleft()
             away_s, self._beaten_s = max(away_s, beaten_s - self._beaten_s), beaten_s
         if not self.is_connected:
-            self._beaten_s = now  # no other rank has heard of this process yet
+            self._beaten_s = now  # no other rank has heard this process yet
         away_s = max(away_s, now - self._beaten_s)
         for save in self._open.values():
             for end in save._ends():
@@ -539,7 +524,6 @@ class StorePort(Generic[Up, Down]):
                 self._heard(number, sender)
             return
         if frame.token != self._session:
-            # Of an earlier port or job.
             if frame.kind in (Kind.UP, Kind.BEAT):
                 self._put(sender, Kind.BYE, frame.token)
             self._drop(frame, "another session")
@@ -550,7 +534,7 @@ class StorePort(Generic[Up, Down]):
             self._left.add(sender)
             for save in self._open.values():
                 end = save.coordinator
-                # The rank may leave an earlier save, which has just ended here.
+                # It may leave an earlier save, which has just ended here.
                 if end is not None:
                     end.lose(sender, 0.0)
             return
@@ -596,17 +580,15 @@ class StorePort(Generic[Up, Down]):
         self._set_beat()
 
     def _on_coordinator_left(self) -> None:
-        """Ends the session."""
         self._session = None
         self._awaited.clear()
         for save in self._open.values():
-            # A later session has its own saves with these numbers.
+            # A later session reuses these numbers.
             save.participant.is_orphan = True
             save.participant.lose(_COORDINATOR, 0.0)
         self._set_beat()
 
     def _on_proven(self, arrived: Delivered) -> None:
-        """Handles a frame of this session."""
         frame = arrived.frame
         if frame.kind is Kind.BEAT:
             self._on_pulse(frame.sender, arrived.content)
@@ -706,7 +688,6 @@ class StorePort(Generic[Up, Down]):
         self._set_beat()
 
     def _leave_out(self, number: int) -> None:
-        """Marks unused numbers below ``number`` as ended."""
         for gap in range(self._ended_below, number):
             if gap not in self._open:
                 self._num_dropped += len(self._kept.pop(gap, ()))
@@ -733,7 +714,6 @@ class StorePort(Generic[Up, Down]):
             self._ended_below += 1
 
     def _set_beat(self) -> None:
-        """Sets content and interval of the heartbeats."""
         awaited = {
             number
             for pulse in self._awaited.values()
@@ -746,7 +726,7 @@ class StorePort(Generic[Up, Down]):
         if not self._open and not awaited:
             self._mailbox.beat = None
             if had_beat and self._session is not None:
-                # A rank that waits for a save of this process would send heartbeats for ever.
+                # Otherwise a rank that waits for a save of this process sends heartbeats for ever.
                 frame = Frame(Kind.BEAT, self.rank, self._session, payload=_NO_PULSE)
                 for other in self._mailbox.present:
                     self._mailbox.put(other, frame)
