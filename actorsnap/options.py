@@ -97,8 +97,7 @@ class Options(_Checked, frozen=True, kw_only=True):
             separate ``"process"``, which leaves the GIL to the trainer. ``"auto"`` uses a process
             for states of 64 MiB or more, once the first such save or ``warm_up`` has started it, if
             each rank of the machine has two cores. Storages that only this process can open are
-            never offloaded. All ranks must pass the same value; with ``"auto"`` rank 0's part of
-            the state decides for all.
+            never offloaded. Each rank decides for itself, by its own part of the state.
         detach: A snapshot of ``async_take`` no longer depends on this process once it is staged: it
             is committed even if this process is killed, and an exit does not wait for it. Uses the
             uploader process for any size; if none is available, exits wait. All ranks must pass the

@@ -55,7 +55,7 @@ class AbandonableTasks:
     ) -> None:
         self._tasks = tasks
         self._run_blocking = run_blocking
-        self._run_bulk = run_cpu or run_blocking
+        self._run_cpu = run_cpu or run_blocking
         self._label = label
         self._on_retry = on_retry
         self._deadline = deadline
@@ -75,7 +75,7 @@ class AbandonableTasks:
         """``run_blocking`` for work that moves bytes."""
         self._num_calls += 1
         try:
-            return await self._run_bulk(fn, *args)
+            return await self._run_cpu(fn, *args)
         finally:
             self._num_calls -= 1
 

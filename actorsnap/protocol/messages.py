@@ -1,4 +1,5 @@
-"""Messages between ranks and the coordinator during a save or a restore.
+"""Messages between ranks and the coordinator during a save or a restore, without the payloads of
+rounds (``protocol.save``, ``protocol.restore``).
 
 msgpack arrays between processes, objects within one. Both ends are of the same release
 (``protocol.save.Joined``). The transport separates calls: messages do not name theirs.

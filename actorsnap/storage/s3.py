@@ -50,7 +50,7 @@ from actorsnap.storage.base import (
     slice_views,
 )
 from actorsnap.storage.cloud import add_policies, convert_options, encode_crc32c
-from actorsnap.storage.s3_bucket import Part, S3Bucket, Sent, error_code, etag_of, info_of
+from actorsnap.storage.s3_bucket import S3Bucket, Sent, UploadPart, error_code, etag_of, info_of
 from actorsnap.storage.s3_client import S3Options
 
 __all__ = ["PartWriter", "S3Storage", "open_s3"]
@@ -383,7 +383,7 @@ class PartWriter(_Writer):
 
     async def _split_write(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None
-    ) -> Sequence[Part]:
+    ) -> Sequence[UploadPart]:
         """Returns parts of about equal length."""
         stop = self._check_write(offset, views)
         if stop == offset:
@@ -410,7 +410,7 @@ class PartWriter(_Writer):
         for number, (body, checksum) in enumerate(
             zip(bodies, checksums, strict=True), offset // unit + 1
         ):
-            parts.append(Part(number=number, offset=offset, views=body, crc32c=checksum))
+            parts.append(UploadPart(number=number, offset=offset, views=body, crc32c=checksum))
             offset += num_bytes(body)
         return parts
 

@@ -36,7 +36,7 @@ from actorsnap.storage.s3_client import (
 )
 from actorsnap.storage.wire import WireError, WrongLength
 
-__all__ = ["Part", "S3Bucket", "Sent", "error_code", "etag_of", "info_of"]
+__all__ = ["UploadPart", "S3Bucket", "Sent", "error_code", "etag_of", "info_of"]
 
 logger = Log(__name__)
 
@@ -49,7 +49,7 @@ _MAX_DELETED = 1000
 _MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
 
 
-class Part(NamedTuple):
+class UploadPart(NamedTuple):
     """A part to be sent, at byte ``offset`` of its object."""
 
     number: int
@@ -354,7 +354,7 @@ class S3Bucket:
             self.client.checks_crc32c = "ChecksumAlgorithm" in answer
         return str(answer["UploadId"])
 
-    async def send_part(self, key: str, upload_id: str, part: Part) -> Sent:
+    async def send_part(self, key: str, upload_id: str, part: UploadPart) -> Sent:
         query = {"partNumber": str(part.number), "uploadId": upload_id}
         headers = self._read_headers
         return await self._send("write_at", key, query, headers, part.views, part.crc32c)
@@ -409,7 +409,9 @@ class S3Bucket:
                     await self.abort_upload(key, upload_id)
         return client.copies_parts
 
-    async def copy_part(self, key: str, upload_id: str, part: Part, source: str) -> Sent | None:
+    async def copy_part(
+        self, key: str, upload_id: str, part: UploadPart, source: str
+    ) -> Sent | None:
         """Copies a part from the same place in ``source``; None if that has other bytes."""
         start, size = part.offset, num_bytes(part.views)
         try:
