@@ -93,8 +93,8 @@ class Caller:
     def has_coordinator(self) -> bool:
         return self._end.has_coordinator()
 
-    def begin(self) -> None:
-        self._begun_s = anyio.current_time()
+    def begin(self, elapsed_s: float = 0.0) -> None:
+        self._begun_s = anyio.current_time() - elapsed_s
 
     def move(self, end: ParticipantEnd) -> None:
         """Continues with the end of the next call."""
@@ -202,8 +202,8 @@ class Roll:
         self._settled_s = math.inf
         self._has_refused = False
 
-    def begin(self) -> None:
-        self._begun_s = anyio.current_time()
+    def begin(self, elapsed_s: float = 0.0) -> None:
+        self._begun_s = anyio.current_time() - elapsed_s
 
     async def absence(self) -> str | None:
         return await self._end.absence()

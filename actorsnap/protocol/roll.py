@@ -76,16 +76,19 @@ def aborted(label: Label, reason: str, rank: int | None) -> Failure:
 class RollCall:
     """The roll call of one call; ``label`` is rank 0's. Ignores events after its end.
 
+    Args:
+        is_known: False if rank 0 has bad input and so no label: the call must fail.
+
     Attributes:
         refusal: Ends the call on all ranks, if set.
     """
 
-    def __init__(self, *, label: Label, world_size: int) -> None:
+    def __init__(self, *, label: Label, world_size: int, is_known: bool = True) -> None:
         self.state = _S.CALLING
         self.refusal: Failure | None = None
         self.label = label
         self.world_size = world_size
-        self._own = label.digest
+        self._own = label.digest if is_known else b""
         self._called: dict[int, bytes] = {}
         self._labels: dict[bytes, Label] = {self._own: label}
         self._asked: set[bytes] = set()

@@ -255,7 +255,7 @@ def _is_same(there: Any, here: Any) -> bool:
 def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Save]:
     """Like ``_prepare``, but an error becomes a save that fails on all ranks."""
     options = call.options if isinstance(call.options, Options) else Options()
-    membership = team.join(_label_of(call, is_async), options)
+    membership = team.join(_label_of(call, is_async), options, begun_s=call.begun_s)
     try:
         return (yield from _prepare(call, is_async, team.ranks, membership))
     except Exception as error:

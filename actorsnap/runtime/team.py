@@ -7,6 +7,7 @@ import functools
 import itertools
 import os
 import threading
+import time
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -121,7 +122,9 @@ class Team(TeamMemory):
                 self._connection = connection
             return self._connection
 
-    def begin(self, label: Label | None, options: Options) -> TeamCall:
+    def begin(
+        self, label: Label | None, options: Options, *, begun_s: float | None = None
+    ) -> TeamCall:
         """Takes the number of the next call, and reports its label. Close the result.
 
         Runs in the caller's thread, where calls have the same order on all ranks. A rank with a
@@ -129,17 +132,20 @@ class Team(TeamMemory):
 
         Args:
             label: None for bad input: the call must fail.
+            begun_s: Start of ``Options.timeout_s``, of ``time.monotonic``; None: now.
 
         Raises:
             UsageError: In a fork of the owner's process.
         """
-        call = TeamCall(self, label, options)
+        call = TeamCall(self, label, options, time.monotonic() if begun_s is None else begun_s)
         self._host.submit(call.start())
         return call
 
-    def join(self, label: Label | None, options: Options) -> Membership:
+    def join(
+        self, label: Label | None, options: Options, *, begun_s: float | None = None
+    ) -> Membership:
         """See ``begin``."""
-        return Membership(self, self.begin(label, options))
+        return Membership(self, self.begin(label, options, begun_s=begun_s))
 
     @property
     def can_be_continued(self) -> bool:
@@ -182,8 +188,9 @@ class TeamCall:
     If a call with this number ended without this rank, takes the next number.
     """
 
-    def __init__(self, team: Team, label: Label | None, options: Options) -> None:
+    def __init__(self, team: Team, label: Label | None, options: Options, begun_s: float) -> None:
         self._port = team.port
+        self._begun_s = begun_s
         self._has_label = label is not None
         label = label or Label(CallKind.TAKE, "")
         tag = label.digest if self._has_label else b""
@@ -201,7 +208,9 @@ class TeamCall:
         if self._save.coordinator is not None:
             self.coordinator = Roll(
                 self._save.coordinator,
-                roll_call=RollCall(label=label, world_size=team.world_size),
+                roll_call=RollCall(
+                    label=label, world_size=team.world_size, is_known=self._has_label
+                ),
                 timeout_s=options.timeout_s,
                 renew=self._renew_all,
             )
@@ -217,10 +226,11 @@ class TeamCall:
         return self._save.scope
 
     async def start(self) -> None:
-        """Starts the clocks."""
-        self.participant.begin()
+        """Starts the clocks, which show the time since ``begun_s``."""
+        elapsed_s = time.monotonic() - self._begun_s
+        self.participant.begin(elapsed_s)
         if self.coordinator is not None:
-            self.coordinator.begin()
+            self.coordinator.begin(elapsed_s)
 
     def close(self) -> None:
         """Thread-safe and idempotent."""

@@ -65,6 +65,7 @@ def _wrong(director: Director, path: Path, what: str, error: str, *words: str) -
     [
         ("path", "path"),
         ("step", "step must be an integer of at least 0, or None, not True"),
+        ("step of rank 0", "step must be an integer of at least 0, or None, not True"),
         ("options", "options must be actorsnap.Options"),
         ("leaf", "'own/x' is a object"),
         ("globs", "replicated= is ['model/**'] on rank 0, ['model/w0'] on rank 1"),

@@ -123,6 +123,10 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
             where = ""
         case "step" if odd:
             more["step"] = True
+        case "step of rank 0" if me.rank == 0:
+            more["step"] = True
+        case "step of rank 0":
+            time.sleep(0.5)  # rank 0 has refused its call by then
         case "options" if odd:
             more["options"] = "fast"
         case "raises":

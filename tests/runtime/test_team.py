@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any, cast
 
 import anyio
 import pytest
 import torch.distributed as dist
 
+from actorsnap import SnapshotAborted, StateDict
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Aborted, CallKind, Label
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.team import Team
 from actorsnap.state.process_group import find_group
+from actorsnap.sync import Snapshot
 
 ENDED = Label(CallKind.TAKE, "/ckpt/step-1", 1)
 OWN = Label(CallKind.TAKE, "/ckpt/step-2", 2)
@@ -65,3 +70,29 @@ def test_a_rank_whose_number_has_ended_with_another_call(
     receiving.cancel()
     ending.cancel()
     call.close()
+
+
+class _SlowPath:
+    """The call begins long before its roll call."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def __fspath__(self) -> str:
+        time.sleep(0.3)
+        return os.fspath(self._path)
+
+
+def test_the_deadline_names_absent_ranks_after_a_slow_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SnapshotAborted, match=r"waiting for rank 1 to call take\('.*/s'\): every"):
+        Snapshot.take(
+            _SlowPath(tmp_path / "s"),
+            {"own": StateDict(x=1)},
+            store=store,
+            options=Options(timeout_s=2.0),
+        )
