@@ -633,7 +633,11 @@ def _check_manifest(manifest: RankManifest, key: str) -> None:
     attempt = manifest.attempt
     _check_attempt(attempt, key)
     if key != manifest_key(attempt, manifest.rank):
-        _fail(key, f"it is the manifest of rank {manifest.rank} of attempt {attempt!r:.200}")
+        _fail(
+            key,
+            f"it is the manifest of rank {manifest.rank} of attempt {attempt!r:.200}: the file or "
+            "its folder was renamed, or copied from another snapshot; undo that",
+        )
     boxes: frozenset[str] = frozenset()
     if len({entry.path for entry in manifest.entries}) != len(manifest.entries):
         boxes = _paths_of_boxes(manifest.entries, key)

@@ -395,6 +395,8 @@ def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> Stora
     if number == errno.ENOENT:
         return make(ObjectNotFound, "no such object")
     if number == errno.EEXIST:
+        if obstacle := _describe_non_object(os.path.join(root, key)):
+            return make(StorageError, f"{obstacle}, not an object; remove it")
         return make(ObjectExists, "the object exists already")
     if number == errno.ENOTDIR:
         obstacle = _describe_obstacle(root)
@@ -450,6 +452,14 @@ def _describe_obstacle(path: str) -> str:
         return ""
     is_dangling = os.path.islink(path) and not os.path.exists(path)
     return f"{path} is {'a symbolic link to nothing' if is_dangling else 'a file'}"
+
+
+def _describe_non_object(path: str) -> str:
+    """Describes the folder or dangling link in an object's place; empty if there is none."""
+    if os.path.isdir(path):
+        return f"{path} is a folder"
+    is_dangling = os.path.islink(path) and not os.path.exists(path)
+    return f"{path} is a symbolic link to nothing" if is_dangling else ""
 
 
 def _is_too_long(path: str) -> bool:

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from actorsnap import ChecksumMismatch, ObjectExists, Options, UnsupportedFormat, cli, sync
+from actorsnap import (
+    ChecksumMismatch,
+    ObjectExists,
+    Options,
+    SnapshotAborted,
+    StorageError,
+    UnsupportedFormat,
+    cli,
+    sync,
+)
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.runtime import maintenance, validation
 from actorsnap.runtime.script import run_sync
@@ -142,3 +151,21 @@ def test_a_newer_releases_snapshot_is_not_replaced(tmp_path: Path) -> None:
     rewrite_commit(url, lambda commit: commit.update(version=2))
     with pytest.raises(UnsupportedFormat, match="format version 2"):
         sync.Snapshot.take(url, state(2), overwrite=True, options=FAST)
+
+
+@pytest.mark.parametrize("kind", ["a folder", "a symbolic link to nothing"])
+def test_what_is_no_object_is_not_called_a_snapshot(tmp_path: Path, kind: str) -> None:
+    """Copies may leave either in the place of the commit object."""
+    url = tmp_path / "s"
+    sync.Snapshot.take(url, state(1), options=FAST)
+    path = url / COMMIT_KEY
+    path.unlink()
+    if kind == "a folder":
+        path.mkdir()
+    else:
+        path.symlink_to(tmp_path / "gone")
+    with pytest.raises(StorageError, match=f"{path} is {kind}, not an object; remove it"):
+        sync.Snapshot(url).recover()
+    with pytest.raises(SnapshotAborted, match=f"{path} is {kind}, not an object") as caught:
+        sync.Snapshot.take(url, state(2), options=FAST)
+    assert not caught.value.may_be_committed

@@ -273,7 +273,7 @@ def test_damage_is_named(
 def test_a_manifest_under_the_name_of_another_rank(lost: Path) -> None:
     path = manifest_of(lost)
     path.rename(path.with_name("1.json"))
-    refused(lost, FormatError, r"manifest/1.json: it is the manifest of rank 0")
+    refused(lost, FormatError, r"manifest/1.json: it is the manifest of rank 0 .* was renamed, ")
 
 
 def test_all_damage_is_listed(lost: Path) -> None:
