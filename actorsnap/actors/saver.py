@@ -22,10 +22,9 @@ from actorsnap.actors.commit import is_committed
 from actorsnap.actors.compressor import CompressedStore
 from actorsnap.actors.items import StagedChunk, Staging, StagingOrder, release_leases
 from actorsnap.actors.object_writers import RankObjects
-from actorsnap.actors.pace import Pace
 from actorsnap.actors.rounds import ParticipantActor
 from actorsnap.actors.trace import NULL_RECORDER, Phase, ProgressBoard, Recorder, Work
-from actorsnap.actors.uploader import UploaderActor
+from actorsnap.actors.uploader import Pace, UploaderActor
 from actorsnap.errors import ActorSnapError, StateChanged, UsageError, describe
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.compression import check_available

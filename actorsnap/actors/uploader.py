@@ -6,8 +6,8 @@ each block is written right after hashing, by the same thread, while in the CPU 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 
 import anyio
 import anyio.lowlevel
@@ -17,16 +17,53 @@ from actorsnap.actors.checksum_ledger import ChecksumLedger
 from actorsnap.actors.compressor import CompressedStore
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.object_writers import RankObjects
-from actorsnap.actors.pace import Pace
 from actorsnap.actors.trace import ProgressBoard, Row, Wait, Work
 from actorsnap.format.checksum import append_blocks, block_checksums, crc32c
+from actorsnap.protocol.pacing import Bursts
 from actorsnap.storage.base import ObjectWriter, RunBlocking
 
-__all__ = ["UploaderActor"]
+__all__ = ["Pace", "UploaderActor"]
+
 
 _BATCH_BYTES = 1 << 20
 _BATCH_VIEWS = 512
 """Views in one write call, of at most ``_BATCH_BYTES``."""
+
+
+class Pace:
+    """Paces the uploaders; ``protocol.pacing`` decides."""
+
+    def __init__(self) -> None:
+        self._bursts = Bursts()
+        self._changed = anyio.Event()
+
+    @property
+    def duty(self) -> float:
+        """Share of the time in which uploaders work: 0 pauses them, 1 never does."""
+        return self._bursts.duty
+
+    def set(self, duty: float) -> None:
+        self._bursts.set(duty)
+        self._wake()
+
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator[bool]:
+        """Waits for permission to work on its body; yields whether there was a rest."""
+        has_rested = False
+        while (rest_s := self._bursts.rest_s(anyio.current_time())) > 0.0:
+            with anyio.move_on_after(rest_s):
+                await self._changed.wait()
+            has_rested = True
+        self._bursts.begin(anyio.current_time())
+        try:
+            yield has_rested
+        finally:
+            if self._bursts.end(anyio.current_time()):
+                self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
 
 
 class UploaderActor:

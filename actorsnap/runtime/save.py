@@ -19,9 +19,9 @@ from actorsnap.actors.trace import Phase, ProgressBoard
 from actorsnap.errors import SnapshotAborted, printable
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Stage
-from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host, PendingSave
 from actorsnap.runtime.location import Location
+from actorsnap.runtime.resources import CommitTurn
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Membership
 from actorsnap.runtime.tracing import Observation, error_text

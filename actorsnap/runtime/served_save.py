@@ -40,10 +40,10 @@ from actorsnap.protocol.uploader import (
     ToSave,
     TurnGiven,
 )
-from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host, wait_done
 from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import Location
+from actorsnap.runtime.resources import CommitTurn
 from actorsnap.runtime.save import Save, SaveRequest
 from actorsnap.runtime.structure import rebuild_state
 from actorsnap.runtime.team import Membership, TeamMemory, open_port
