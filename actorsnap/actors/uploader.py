@@ -6,8 +6,8 @@ each block is written right after hashing, by the same thread, while in the CPU 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 
 import anyio
 import anyio.lowlevel
@@ -15,55 +15,18 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.checksum_ledger import ChecksumLedger
 from actorsnap.actors.compressor import CompressedStore
-from actorsnap.actors.items import StagedChunk
+from actorsnap.actors.items import SaveContext, StagedChunk
 from actorsnap.actors.object_writers import RankObjects
-from actorsnap.actors.trace import ProgressBoard, Row, Wait, Work
+from actorsnap.actors.trace import Row, Wait, Work
 from actorsnap.format.checksum import append_blocks, block_checksums, crc32c
-from actorsnap.protocol.pacing import Bursts
-from actorsnap.storage.base import ObjectWriter, RunBlocking
+from actorsnap.storage.base import ObjectWriter
 
-__all__ = ["Pace", "UploaderActor"]
+__all__ = ["UploaderActor"]
 
 
 _BATCH_BYTES = 1 << 20
 _BATCH_VIEWS = 512
 """Views in one write call, of at most ``_BATCH_BYTES``."""
-
-
-class Pace:
-    """Paces the uploaders; ``protocol.pacing`` decides."""
-
-    def __init__(self) -> None:
-        self._bursts = Bursts()
-        self._changed = anyio.Event()
-
-    @property
-    def duty(self) -> float:
-        """Share of the time in which uploaders work: 0 pauses them, 1 never does."""
-        return self._bursts.duty
-
-    def set(self, duty: float) -> None:
-        self._bursts.set(duty)
-        self._wake()
-
-    @asynccontextmanager
-    async def working(self) -> AsyncIterator[bool]:
-        """Waits for permission to work on its body; yields whether there was a rest."""
-        has_rested = False
-        while (rest_s := self._bursts.rest_s(anyio.current_time())) > 0.0:
-            with anyio.move_on_after(rest_s):
-                await self._changed.wait()
-            has_rested = True
-        self._bursts.begin(anyio.current_time())
-        try:
-            yield has_rested
-        finally:
-            if self._bursts.end(anyio.current_time()):
-                self._wake()
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = anyio.Event()
 
 
 class UploaderActor:
@@ -73,32 +36,27 @@ class UploaderActor:
         begin: Nothing is stored before this is set.
         report: Called with the object's number after each chunk.
         is_stopped: Returns whether to give up; called between two blocks, on any thread.
-        pace, compressed: None for no limit, and for plain objects.
+        compressed: None for plain objects.
     """
 
     def __init__(
         self,
+        context: SaveContext,
+        objects: RankObjects,
         *,
         chunks: MemoryObjectReceiveStream[StagedChunk],
-        objects: RankObjects,
-        ledgers: Sequence[ChecksumLedger],
         begin: anyio.Event,
-        run_blocking: RunBlocking,
         report: Callable[[int], None],
         is_stopped: Callable[[], bool],
-        board: ProgressBoard,
-        pace: Pace | None,
         compressed: CompressedStore | None,
     ) -> None:
-        self._chunks = chunks
+        self._context = context
         self._objects = objects
-        self._ledgers = ledgers
+        self._chunks = chunks
         self._begin = begin
-        self._run_blocking = run_blocking
+        self._run_blocking = context.errands.run_cpu
         self._report = report
         self._is_stopped = is_stopped
-        self._board = board
-        self._pace = pace
         self._compressed = compressed
 
     async def run(self) -> None:
@@ -110,7 +68,7 @@ class UploaderActor:
         """
         async with self._chunks:
             await self._begin.wait()
-            recorder = self._objects.recorder
+            recorder = self._context.recorder
             with recorder.row("uploader") as row:
                 async for staged in self._chunks:
                     row.note(Wait.CHUNK)
@@ -125,11 +83,12 @@ class UploaderActor:
                     self._report(staged.chunk.object)
 
     async def _store(self, staged: StagedChunk, row: Row) -> None:
-        ledger = self._ledgers[staged.chunk.object]
+        ledger = self._objects.ledgers[staged.chunk.object]
         writer = await self._objects.writer_of(staged.chunk.object)
         row.note(Wait.OBJECT)
+        pace = self._context.pace
         working: AbstractAsyncContextManager[bool | None] = (
-            nullcontext() if self._pace is None else self._pace.working()
+            nullcontext() if pace is None else pace.working()
         )
         has_blocking_io = self._objects.storage.capabilities.has_blocking_io
         async with working as has_rested:
@@ -151,7 +110,7 @@ class UploaderActor:
             await anyio.lowlevel.checkpoint_if_cancelled()
             raise RuntimeError(f"{ledger.key}: a chunk was abandoned without a cancellation")
         nbytes = staged.chunk.stop - staged.chunk.start
-        self._board.add(hashed=nbytes, stored=nbytes)
+        self._context.board.add(hashed=nbytes, stored=nbytes)
         return checksums
 
     async def _write(
@@ -160,18 +119,19 @@ class UploaderActor:
         key, at, nbytes = ledger.key, staged.chunk.start, staged.chunk.stop - staged.chunk.start
         hashing = row.around(_hash, Work.HASH, key, at, nbytes)
         views, checksums, whole = await self._run_blocking(hashing, staged, ledger)
-        self._board.add(hashed=nbytes)
+        self._context.board.add(hashed=nbytes)
         views = [staged.head, *views]
         if self._compressed is not None:
             itemsizes = [1, *ledger.itemsizes(staged)]
             stored = await self._compressed.store(key, at, views, itemsizes, whole, row)
             ledger.record_chunk(stored)
         else:
-            is_reused = bool(self._objects.resumed) and await writer.reuse(at, views, whole)
+            resumed = self._objects.assignment.resumed
+            is_reused = bool(resumed) and await writer.reuse(at, views, whole)
             if not is_reused:
                 await writer.write_at(at, views, whole)
             row.note(Work.REUSE if is_reused else Work.STORE, key, at, nbytes)
-        self._board.add(stored=nbytes)
+        self._context.board.add(stored=nbytes)
         return checksums
 
 

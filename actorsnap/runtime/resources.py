@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 import anyio
 
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.uploader import Pace
+from actorsnap.actors.items import Pace
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime.arena import Arena
 from actorsnap.runtime.process import default_budget_bytes, host_id, is_running
