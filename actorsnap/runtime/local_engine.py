@@ -110,10 +110,6 @@ class LocalEngine:
         self._scope: anyio.CancelScope | None = None
         self._ended_before: frozenset[str] = frozenset()
 
-    @property
-    def is_detached(self) -> bool:
-        return False
-
     def cancel(self, reason: str) -> None:
         if self._saver is not None:
             self._saver.request_cancel(reason)

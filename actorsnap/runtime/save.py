@@ -59,11 +59,6 @@ class SaveRequest:
 class Engine(Protocol):
     """One save, on the runtime's loop."""
 
-    @property
-    def is_detached(self) -> bool:
-        """The save continues without this process."""
-        ...
-
     async def run(self, tasks: anyio.abc.TaskGroup) -> None:
         """Returns when the save is committed. Called once.
 
@@ -101,6 +96,7 @@ class Save:
         finished: Settled with the outcome for users.
         is_committed: Nothing can fail the save any more.
         is_unanswered: See ``CommitActor``.
+        is_detached: The uploader process continues the save without this one.
     """
 
     engine: Engine
@@ -128,6 +124,7 @@ class Save:
         self.cancel_reason: str | None = None
         self.is_committed = False
         self.is_unanswered = False
+        self.is_detached = False
         self._has_begun = False
         self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -230,7 +227,7 @@ class Save:
             self.engine.close()
 
     def _stopped(self) -> SnapshotAborted:
-        reason, is_detached = "the runtime was stopped", self.engine.is_detached
+        reason, is_detached = "the runtime was stopped", self.is_detached
         if is_detached:
             reason += "; the uploader process goes on"
         return SnapshotAborted(

@@ -19,27 +19,9 @@ from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import Recorder
 from actorsnap.errors import describe
 from actorsnap.options import Options
+from actorsnap.protocol import uploader as frames
 from actorsnap.protocol.failure import decode, encode
 from actorsnap.protocol.save import Assignment
-from actorsnap.protocol.uploader import (
-    AbsenceReported,
-    AnswerWanted,
-    BeginSave,
-    Begun,
-    CancelSave,
-    EndReceived,
-    Finished,
-    FromProcess,
-    MessageSent,
-    Progressed,
-    Staged,
-    StagingWanted,
-    Structure,
-    TakeOver,
-    TakeOverPrepared,
-    ToSave,
-    TurnGiven,
-)
 from actorsnap.runtime.host import Host, wait_done
 from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import Location
@@ -65,11 +47,11 @@ class Trainer(Protocol):
 
     is_in_a_hurry: bool
 
-    def send(self, frame: FromProcess) -> None: ...
+    def send(self, frame: frames.FromProcess) -> None: ...
 
     def view(self, offset: int, nbytes: int) -> memoryview: ...
 
-    def finish(self, frame: Finished) -> None: ...
+    def finish(self, frame: frames.Finished) -> None: ...
 
 
 class ServedSave:
@@ -86,8 +68,8 @@ class ServedSave:
         self,
         host: Host,
         trainer: Trainer,
-        frame: BeginSave,
-        structure: Structure,
+        frame: frames.BeginSave,
+        structure: frames.Structure,
         values: list[bytes],
         team: TeamMemory | None,
     ) -> None:
@@ -95,7 +77,9 @@ class ServedSave:
         self._trainer = trainer
         self._number = frame.number
         # Unbounded: at most two small frames per chunk.
-        self._staged_in, self._staged_out = anyio.create_memory_object_stream[Staged](math.inf)
+        self._staged_in, self._staged_out = anyio.create_memory_object_stream[frames.Staged](
+            math.inf
+        )
         self._hashed = self._stored = 0
         self._released: list[int] = []
         self._record: tuple[bytes, int] = (b"", 0)
@@ -103,11 +87,13 @@ class ServedSave:
         self._team = team
         self._turn: _LinkedTurn | None = None
         if frame.overwrite and frame.rank == 0:
-            self._turn = _LinkedTurn(lambda: trainer.send(AnswerWanted(frame.number, "turn")))
+            self._turn = _LinkedTurn(
+                lambda: trainer.send(frames.AnswerWanted(frame.number, "turn"))
+            )
         self._absence: str | None = None
         self._has_absence = anyio.Event()
         self._has_left_trainer = False
-        self._take_over: tuple[TakeOver, StoreAt] | None = None
+        self._take_over: tuple[frames.TakeOver, StoreAt] | None = None
         self._ends: RelayedEnds | None = None
         membership = None
         if team is not None:
@@ -131,7 +117,7 @@ class ServedSave:
             staging=self,
             previous_attempt=frame.previous_attempt,
         )
-        trainer.send(Begun(self._number, self._save.attempt))
+        trainer.send(frames.Begun(self._number, self._save.attempt))
         self._save.finished.add_done_callback(lambda _: self._end())
         self._save.start()
 
@@ -159,43 +145,43 @@ class ServedSave:
         if self._ends is not None:
             self._ends.break_off(reason)
 
-    def deliver(self, frame: ToSave) -> None:
+    def deliver(self, frame: frames.ToSave) -> None:
         match frame:
-            case Staged():
+            case frames.Staged():
                 self._is_staged = self._is_staged or frame.is_last
                 self._staged_in.send_nowait(frame)
-            case CancelSave(is_concluded=True):
+            case frames.CancelSave(is_concluded=True):
                 self.break_off(frame.reason)
-            case CancelSave():
+            case frames.CancelSave():
                 self.cancel(frame.reason)
-            case EndReceived():
+            case frames.EndReceived():
                 assert self._ends is not None
                 self._ends.put(frame.to_coordinator, decode_item(frame.item))
-            case AbsenceReported():
+            case frames.AbsenceReported():
                 self._absence = frame.reason
                 self._has_absence.set()
-            case TurnGiven():
+            case frames.TurnGiven():
                 assert self._turn is not None
                 self._turn.give(is_unanswered=frame.is_unanswered)
-            case TakeOver():
+            case frames.TakeOver():
                 self._host.submit(self._prepare_take_over(frame))
 
     # The trainer's mailbox
 
     def post(self, to: int | None, message: Message) -> None:
         """See ``RelayLink``."""
-        self._trainer.send(MessageSent(self._number, to, encode_item(message)))
+        self._trainer.send(frames.MessageSent(self._number, to, encode_item(message)))
 
     async def absence(self) -> str | None:
         """See ``RelayLink``."""
         if self._has_left_trainer:
             return None
         self._absence, self._has_absence = None, anyio.Event()
-        self._trainer.send(AnswerWanted(self._number, "absence"))
+        self._trainer.send(frames.AnswerWanted(self._number, "absence"))
         await self._has_absence.wait()
         return self._absence
 
-    async def _prepare_take_over(self, frame: TakeOver) -> None:
+    async def _prepare_take_over(self, frame: frames.TakeOver) -> None:
         # Imports torch.
         error = ""
         try:
@@ -205,7 +191,7 @@ class ServedSave:
             self._take_over = frame, store
         except Exception as failure:  # torch or network
             error = describe(failure)
-        self._trainer.send(TakeOverPrepared(self._number, error))
+        self._trainer.send(frames.TakeOverPrepared(self._number, error))
 
     @property
     def call_number(self) -> int:
@@ -247,7 +233,7 @@ class ServedSave:
         now = self._save.board.latest
         hashed, stored = now.hashed_bytes - self._hashed, now.stored_bytes - self._stored
         if hashed or stored or self._released:
-            self._trainer.send(Progressed(self._number, hashed, stored, self._released))
+            self._trainer.send(frames.Progressed(self._number, hashed, stored, self._released))
             self._hashed, self._stored, self._released = now.hashed_bytes, now.stored_bytes, []
 
     def _keep_record(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
@@ -261,7 +247,7 @@ class ServedSave:
         error = self._save.finished.exception()
         encoded = None if error is None else encode(error)
         self._trainer.finish(
-            Finished(self._number, encoded, self._save.is_unanswered, *self._record)
+            frames.Finished(self._number, encoded, self._save.is_unanswered, *self._record)
         )
 
     # Bytes, copied into the arena by the trainer
@@ -270,7 +256,7 @@ class ServedSave:
         """Lets the trainer stage while this process packs."""
         assert assignment.plan is not None
         self._trainer.send(
-            StagingWanted(
+            frames.StagingWanted(
                 self._number,
                 assignment.rules,
                 assignment.plan,
@@ -310,7 +296,7 @@ class ServedSave:
             self.report_progress()
 
 
-def _request_of(frame: BeginSave) -> SaveRequest:
+def _request_of(frame: frames.BeginSave) -> SaveRequest:
     options = msgspec.msgpack.decode(frame.options, type=Options)
     return SaveRequest(
         location=Location(
