@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import anyio
 
 from actorsnap.actors.checksum_ledger import ChecksumLedger
-from actorsnap.actors.compressor import CompressedObject
 from actorsnap.actors.trace import Recorder, Work
 from actorsnap.errors import ObjectNotFound, StorageError
 from actorsnap.format.layout import chunk_key
@@ -54,9 +53,10 @@ class RankObjects:
         """
         opens = [number for number, plan in enumerate(self.plans) if plan.opens]
         # Each may cost a request, and joining ranks wait for all of them.
-        await for_each(opens, self._open, at_once=_MAX_OPENING)
+        if not self._is_compressed:
+            await for_each(opens, self._open, at_once=_MAX_OPENING)
         return tuple(
-            Token.of(self._attempt, self.plans[number].key, self._writers[number].token)
+            Token.of(self._attempt, self.plans[number].key, self._token(number))
             for number in opens
             if self.plans[number].has_joiners
         )
@@ -66,24 +66,21 @@ class RankObjects:
         name = plan.key.removeprefix(f"{self._attempt}/")
         older = [f"{attempt}/{name}" for attempt in self.assignment.resumed]
         with self._recorder.row("objects") as row:
-            self._writers[number] = (
-                CompressedObject(plan.key, plan.size)
-                if self._is_compressed
-                else await self.storage.writer(plan.key, plan.size, older=older)
-            )
+            self._writers[number] = await self.storage.writer(plan.key, plan.size, older=older)
             row.note(Work.OPEN, plan.key)
         self._opened[number].set()
 
+    def _token(self, number: int) -> bytes:
+        return b"" if self._is_compressed else self._writers[number].token
+
     async def join(self, tokens: Sequence[Token]) -> None:
         """Opens objects of other ranks."""
+        if self._is_compressed:
+            return
         for key, token in [each.opened(self._attempt) for each in tokens]:
             number = self._number_of[key]
             try:
-                self._writers[number] = (
-                    CompressedObject(key, self.plans[number].size)
-                    if self._is_compressed
-                    else await self.storage.join_writer(token)
-                )
+                self._writers[number] = await self.storage.join_writer(token)
             except ObjectNotFound as error:
                 raise StorageError(
                     op="join_writer",
@@ -99,15 +96,13 @@ class RankObjects:
         return self._writers[number]
 
     async def complete(self, number: int) -> None:
-        """Makes an object that this rank opened durable."""
+        """Makes an object durable; of another rank's, this rank's part as far as it can."""
+        if self._is_compressed:
+            return
+        writer, plan = self._writers[number], self.plans[number]
         with self._recorder.row("objects") as row:
-            await self._writers[number].complete()
-            row.note(Work.COMPLETE, self.plans[number].key)
-        self._ended.add(number)
-
-    async def release(self, number: int) -> None:
-        """Makes this rank's part of another rank's object as durable as a joiner can."""
-        await self._writers[number].release()
+            await (writer.complete() if plan.opens else writer.release())
+            row.note(Work.COMPLETE, plan.key)
         self._ended.add(number)
 
     async def put(self, key: str, data: bytes) -> None:

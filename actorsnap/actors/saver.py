@@ -61,11 +61,6 @@ logger = Log(__name__)
 
 _RELEASED = HostMemory(0, 0, None)
 
-_HEAD_START_S = 0.002
-"""Delay before uploaders start: the woken trainer gets the GIL and the CPUs first, otherwise a
-switch interval (5 ms) later.
-"""
-
 
 class Saver:
     """Takes part in one save.
@@ -230,7 +225,7 @@ class Saver:
         staged_in, staged_out = anyio.create_memory_object_stream[StagedChunk](
             len(order) + 1 if copies else 2 * num_uploaders
         )
-        may_store, begin = anyio.Event(), anyio.Event()
+        may_store = anyio.Event()
         staging_order = StagingOrder(plans, order, staged_in, may_store)
         pending = [len(plan.chunks) for plan in plans]
 
@@ -257,13 +252,12 @@ class Saver:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._stage, staging_order)
                     tasks.start_soon(self._open_objects, objects)
-                    tasks.start_soon(self._begin_storing, may_store, begin)
                     for _ in range(num_uploaders):
                         uploader = UploaderActor(
                             context,
                             objects,
                             chunks=staged_out.clone(),
-                            begin=begin,
+                            may_store=may_store,
                             report=report,
                             is_stopped=lambda: self._has_stopped,
                             compressed=compressed,
@@ -305,12 +299,6 @@ class Saver:
         self._context.board.enter(Phase.STORING)
         self._context.on_staged()
 
-    async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:
-        if self._context.copies:
-            await may_store.wait()
-            await anyio.sleep(_HEAD_START_S)
-        begin.set()
-
     async def _complete_shared(self, objects: RankObjects) -> None:
         async with anyio.create_task_group() as tasks:
             for number, plan in enumerate(objects.plans):
@@ -318,9 +306,8 @@ class Saver:
                     tasks.start_soon(self._finish, objects, number)
 
     async def _finish(self, objects: RankObjects, number: int) -> None:
-        plan = objects.plans[number]
-        with self._during(Stage.STORE, plan.key):
-            await (objects.complete(number) if plan.opens else objects.release(number))
+        with self._during(Stage.STORE, objects.plans[number].key):
+            await objects.complete(number)
 
     async def _store_manifest(self, objects: RankObjects) -> ManifestStored:
         attempt, save = objects.assignment.attempt, objects.assignment.save

@@ -24,6 +24,11 @@ from actorsnap.storage.base import ObjectWriter
 __all__ = ["UploaderActor"]
 
 
+_HEAD_START_S = 0.002
+"""Delay before uploaders start: the woken trainer gets the GIL and the CPUs first, otherwise a
+switch interval (5 ms) later.
+"""
+
 _BATCH_BYTES = 1 << 20
 _BATCH_VIEWS = 512
 """Views in one write call, of at most ``_BATCH_BYTES``."""
@@ -33,7 +38,7 @@ class UploaderActor:
     """Stores chunks until the stream ends.
 
     Args:
-        begin: Nothing is stored before this is set.
+        may_store: Copies are stored once this is set.
         report: Called with the object's number after each chunk.
         is_stopped: Returns whether to give up; called between two blocks, on any thread.
         compressed: None for plain objects.
@@ -45,7 +50,7 @@ class UploaderActor:
         objects: RankObjects,
         *,
         chunks: MemoryObjectReceiveStream[StagedChunk],
-        begin: anyio.Event,
+        may_store: anyio.Event,
         report: Callable[[int], None],
         is_stopped: Callable[[], bool],
         compressed: CompressedStore | None,
@@ -53,7 +58,7 @@ class UploaderActor:
         self._context = context
         self._objects = objects
         self._chunks = chunks
-        self._begin = begin
+        self._may_store = may_store
         self._run_blocking = context.errands.run_cpu
         self._report = report
         self._is_stopped = is_stopped
@@ -67,7 +72,9 @@ class UploaderActor:
         Cancellation: As for a failure; a block that a worker thread writes ends first.
         """
         async with self._chunks:
-            await self._begin.wait()
+            if self._context.copies:
+                await self._may_store.wait()
+                await anyio.sleep(_HEAD_START_S)
             recorder = self._context.recorder
             with recorder.row("uploader") as row:
                 async for staged in self._chunks:
@@ -84,8 +91,10 @@ class UploaderActor:
 
     async def _store(self, staged: StagedChunk, row: Row) -> None:
         ledger = self._objects.ledgers[staged.chunk.object]
-        writer = await self._objects.writer_of(staged.chunk.object)
-        row.note(Wait.OBJECT)
+        writer = None
+        if self._compressed is None:
+            writer = await self._objects.writer_of(staged.chunk.object)
+            row.note(Wait.OBJECT)
         pace = self._context.pace
         working: AbstractAsyncContextManager[bool | None] = (
             nullcontext() if pace is None else pace.working()
@@ -94,7 +103,7 @@ class UploaderActor:
         async with working as has_rested:
             if has_rested:
                 row.note(Wait.PACE)
-            if has_blocking_io and self._compressed is None:
+            if writer is not None and has_blocking_io:
                 checksums = await self._write_blocking(staged, ledger, writer, row)
             else:
                 checksums = await self._write(staged, ledger, writer, row)
@@ -114,14 +123,15 @@ class UploaderActor:
         return checksums
 
     async def _write(
-        self, staged: StagedChunk, ledger: ChecksumLedger, writer: ObjectWriter, row: Row
+        self, staged: StagedChunk, ledger: ChecksumLedger, writer: ObjectWriter | None, row: Row
     ) -> list[int]:
         key, at, nbytes = ledger.key, staged.chunk.start, staged.chunk.stop - staged.chunk.start
         hashing = row.around(_hash, Work.HASH, key, at, nbytes)
         views, checksums, whole = await self._run_blocking(hashing, staged, ledger)
         self._context.board.add(hashed=nbytes)
         views = [staged.head, *views]
-        if self._compressed is not None:
+        if writer is None:
+            assert self._compressed is not None
             itemsizes = [1, *ledger.itemsizes(staged)]
             stored = await self._compressed.store(key, at, views, itemsizes, whole, row)
             ledger.record_chunk(stored)

@@ -243,24 +243,27 @@ class LocalEngine:
 
     async def _find_older_in_time(self, storage: Storage) -> Commit | None:
         save = self._save
-        reason, stage, key = "", Stage.JOIN, COMMIT_KEY
         try:
             with anyio.CancelScope(deadline=self._deadline) as self._scope:
                 if save.cancel_reason is None:
                     return await self._errands.run(self._find_older, storage)
-            if save.cancel_reason is not None:
-                reason, stage = save.cancel_reason, Stage.CANCEL
         except ObjectExists:
             raise
         except StorageError as error:
             self._on_failure(error)
-            reason, key = str(error), error.key or COMMIT_KEY
+            failure = Failure.caused_by(error, stage=Stage.JOIN, rank=0, key=COMMIT_KEY)
+        else:
+            stage, reason = Stage.CANCEL, save.cancel_reason
+            if reason is None:
+                trouble = self._errands.trouble or "the storage did not answer"
+                stage, reason = (
+                    Stage.JOIN,
+                    f"timeout_s={save.options.timeout_s:g} is over; {trouble}",
+                )
+            failure = Failure(reason=reason, stage=stage, rank=0, key=COMMIT_KEY)
         finally:
             self._scope = None
-        if not reason:
-            trouble = self._errands.trouble or "the storage did not answer"
-            reason = f"timeout_s={save.options.timeout_s:g} is over; {trouble}"
-        raise self._to_error(Failure(reason=reason, stage=stage, rank=0, key=key))
+        raise self._to_error(failure)
 
     async def _find_older(self, storage: Storage) -> Commit | None:
         """Returns the intact commit to replace, if any; finds attempts to resume."""

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,7 +16,7 @@ import anyio.abc
 from actorsnap.actors.abandonable import first_error
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.trace import Phase, ProgressBoard
-from actorsnap.errors import SnapshotAborted, printable
+from actorsnap.errors import SnapshotAborted, describe, printable
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Stage
 from actorsnap.runtime.host import Host, PendingSave
@@ -24,7 +24,7 @@ from actorsnap.runtime.location import Location
 from actorsnap.runtime.resources import CommitTurn
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Membership
-from actorsnap.runtime.tracing import Observation, error_text
+from actorsnap.runtime.tracing import Observation
 from actorsnap.storage.registry import without_secrets
 
 __all__ = ["Engine", "Save", "SaveRequest"]
@@ -43,12 +43,12 @@ class SaveRequest:
     """
 
     location: Location
-    overwrite: bool
-    resume: bool
-    step: int | None
-    metadata: dict[str, Any]
     options: Options
     begun_s: float
+    overwrite: bool = False
+    resume: bool = False
+    step: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
     def left_s(self) -> float:
@@ -247,7 +247,7 @@ class Save:
             rank=self.rank,
             world_size=self.world_size,
             outcome="committed" if is_committed else "aborted",
-            error="" if error is None or is_committed else error_text(error),
+            error="" if error is None or is_committed else describe(error),
         )
 
     # For the engine

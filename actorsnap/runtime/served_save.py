@@ -42,10 +42,10 @@ class Trainer(Protocol):
     """The trainer, as seen by a save. On the runtime's loop.
 
     Attributes:
-        is_in_a_hurry: It waits for memory: released chunks are reported at once.
+        reports_at_once: It waits for memory: released chunks are reported at once.
     """
 
-    is_in_a_hurry: bool
+    reports_at_once: bool
 
     def send(self, frame: frames.FromProcess) -> None: ...
 
@@ -292,7 +292,7 @@ class ServedSave:
 
     def _release(self, number: int) -> None:
         self._released.append(number)
-        if self._trainer.is_in_a_hurry:
+        if self._trainer.reports_at_once:
             self.report_progress()
 
 

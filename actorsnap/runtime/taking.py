@@ -298,10 +298,6 @@ def _failing(
 ) -> Save:
     request = SaveRequest(
         location=Location(display_url=str(call.path), url="", storage_options={}),
-        overwrite=False,
-        resume=False,
-        step=None,
-        metadata={},
         options=options,
         begun_s=call.begun_s,
     )
@@ -327,7 +323,7 @@ def await_staged(save: Save) -> Script[None]:
     save.check_process()
     fence = save.fence
     if fence is not None and not save.staged.done():
-        Host.get().call_soon(fence.hurry)
+        Host.get().call_soon(fence.copy_now)
     yield from await_pending(save, save.staged)
 
 
@@ -426,7 +422,7 @@ class _Gate:
                 self.begin()  # new parameters or state
             fence, watch = self._fence, self._watch
             if not watch.passed.is_set():
-                self._host.call_soon(lambda: fence.hurry(watch))
+                self._host.call_soon(lambda: fence.copy_now(watch))
                 # Set for every outcome of the save. Ctrl-C interrupts.
                 watch.passed.wait()
         return True

@@ -228,15 +228,8 @@ def merge(traces: Sequence[TraceFile]) -> TraceFile:
                 event = msgspec.structs.replace(event, tid=event.tid + before[event.pid])
             num_rows[event.pid] = max(num_rows.get(event.pid, 0), event.tid)
             events.append(event)
-    return TraceFile(
-        trace_events=events,
-        other_data={"actorsnap": list(_all_abouts(traces))},
-    )
-
-
-def _all_abouts(traces: Iterable[TraceFile]) -> Iterator[About]:
-    for trace in traces:
-        yield from trace.abouts
+    abouts = [about for trace in traces for about in trace.abouts]
+    return TraceFile(trace_events=events, other_data={"actorsnap": abouts})
 
 
 _NUM_LONGEST = 5

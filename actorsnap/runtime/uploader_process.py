@@ -95,7 +95,7 @@ class _Service:
         self._ports: dict[str, StorePort[Any, Any]] = {}
         self._idle: anyio.Event | None = None
         self._is_terminated = False
-        self.is_in_a_hurry = False
+        self.reports_at_once = False
         self.forwarder = _Forwarder(self)
         self._parent = os.getppid()
         # The trainer may have died before.
@@ -156,7 +156,7 @@ class _Service:
 
     def finish(self, frame: frames.Finished) -> None:
         del self._saves[frame.number]
-        self.is_in_a_hurry = self.is_in_a_hurry and bool(self._saves)
+        self.reports_at_once = self.reports_at_once and bool(self._saves)
         self._link.send(frame)
         if self._idle is not None and not self._saves:
             self._idle.set()
@@ -177,7 +177,7 @@ class _Service:
                 # The trainer may not know yet that the save has ended.
                 if frame.number in self._saves:
                     if isinstance(frame, frames.Staged) and frame.is_waiting:
-                        self._hurry()
+                        self._report_at_once()
                     self._saves[frame.number].deliver(frame)
 
     def _begin(self, frame: frames.BeginSave) -> None:
@@ -204,9 +204,9 @@ class _Service:
         if frame.duty is not None:
             self._host.resources.set_duty(frame.duty)
 
-    def _hurry(self) -> None:
+    def _report_at_once(self) -> None:
         """Reports released chunks at once until all saves end."""
-        self.is_in_a_hurry = True
+        self.reports_at_once = True
         for save in self._saves.values():
             save.report_progress()
 
