@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.abc
@@ -35,23 +35,10 @@ from actorsnap.state.process_group import StoreAddress, StoreAt
 from actorsnap.transport.relay import Message, Relay, RelayedEnds, decode_item, encode_item
 from actorsnap.transport.store import StorePort
 
-__all__ = ["ServedSave", "Trainer"]
+if TYPE_CHECKING:
+    from actorsnap.runtime.uploader_process import UploaderService
 
-
-class Trainer(Protocol):
-    """The trainer, as seen by a save. On the runtime's loop.
-
-    Attributes:
-        reports_at_once: It waits for memory: released chunks are reported at once.
-    """
-
-    reports_at_once: bool
-
-    def send(self, frame: frames.FromProcess) -> None: ...
-
-    def view(self, offset: int, nbytes: int) -> memoryview: ...
-
-    def finish(self, frame: frames.Finished) -> None: ...
+__all__ = ["ServedSave"]
 
 
 class ServedSave:
@@ -60,6 +47,7 @@ class ServedSave:
     ``RemoteStaging`` of the engine; ``RelayLink`` of its ends.
 
     Args:
+        trainer: The link to it.
         structure, values: Of this or an earlier ``BeginSave``.
         team: None for a single rank.
     """
@@ -67,7 +55,7 @@ class ServedSave:
     def __init__(
         self,
         host: Host,
-        trainer: Trainer,
+        trainer: UploaderService,
         frame: frames.BeginSave,
         structure: frames.Structure,
         values: list[bytes],

@@ -32,7 +32,7 @@ from actorsnap.runtime.team import TeamMemory
 from actorsnap.storage.registry import find_opener
 from actorsnap.transport.store import StorePort
 
-__all__ = ["main"]
+__all__ = ["UploaderService", "main"]
 
 _TICK_S = 0.5
 """Interval of progress reports."""
@@ -66,7 +66,7 @@ def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
     # The trainer may wait for the loop or for a short job.
     host.lower_bulk()
     find_opener(os.sep)  # or the first save waits
-    service = _Service(host, connection, ArenaView(arena), trainer)
+    service = UploaderService(host, connection, ArenaView(arena), trainer)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         host.call_soon(service.terminate)
@@ -80,8 +80,12 @@ def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
     shutdown()
 
 
-class _Service:
-    """On the loop of the uploader process. See ``Trainer``."""
+class UploaderService:
+    """The trainer's saves, and the link to it. On the loop of the uploader process.
+
+    Attributes:
+        reports_at_once: The trainer waits for memory: released chunks are reported at once.
+    """
 
     def __init__(self, host: Host, connection: int, arena: ArenaView, trainer: int) -> None:
         self._host = host
@@ -232,7 +236,7 @@ class _Service:
 class _Forwarder(logging.Handler):
     """Forwards log lines to the trainer."""
 
-    def __init__(self, service: _Service) -> None:
+    def __init__(self, service: UploaderService) -> None:
         super().__init__()
         self._service = service
 

@@ -285,7 +285,7 @@ def test_the_first_save_behind_a_warm_up_makes_no_block_and_no_process(tmp_path:
     wait_until(lambda: uploader().pid is not None)
     arena, pid = Host.get().resources.arena, uploader().pid
     before = os.fstat(arena.share()).st_blocks * 512
-    assert before == arena.free_bytes == 48 << 20
+    assert before == arena.statistics().free_bytes == 48 << 20
     Snapshot.async_take(str(tmp_path / "s"), state(1, 40 << 20), options=OFFLOADED).wait()
     assert os.fstat(arena.share()).st_blocks * 512 == before
     assert uploader().pid == pid
