@@ -24,12 +24,7 @@ from actorsnap.errors import (
     ObjectNotFound,
     StorageError,
 )
-from actorsnap.format.manifest import (
-    COMMIT_KEY,
-    Commit,
-    ManifestRecord,
-    encode_commit,
-)
+from actorsnap.format.manifest import COMMIT_KEY, Commit, ManifestRecord, encode_commit
 from actorsnap.log import Log
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.storage.base import Storage, for_each

@@ -17,13 +17,7 @@ from actorsnap.actors.abandonable import first_error
 from actorsnap.actors.checksum_ledger import manifest_of
 from actorsnap.actors.commit import is_committed
 from actorsnap.actors.compressor import CompressedStore
-from actorsnap.actors.items import (
-    SaveContext,
-    StagedChunk,
-    Staging,
-    StagingOrder,
-    release_leases,
-)
+from actorsnap.actors.items import SaveContext, StagedChunk, Staging, StagingOrder, release_leases
 from actorsnap.actors.object_writers import RankObjects
 from actorsnap.actors.rounds import ParticipantActor
 from actorsnap.actors.trace import Phase, Work

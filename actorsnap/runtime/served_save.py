@@ -44,7 +44,7 @@ __all__ = ["ServedSave"]
 class ServedSave:
     """Connects a ``Save`` here with the trainer. Starts it at once.
 
-    ``RemoteStaging`` of the engine; ``RelayLink`` of its ends.
+    ``Staging`` of the engine; ``RelayLink`` of its ends.
 
     Args:
         trainer: The link to it.

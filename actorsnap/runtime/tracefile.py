@@ -308,10 +308,7 @@ def _summary(events: Sequence[TraceEvent], about: About) -> Summary:
     waits = [event for event in spans if event.cat == "wait"]
     waits.sort(key=lambda event: -(event.dur or 0))
     moving = [event for event in spans if event.cat == "work" and event.args.get("bytes")]
-    by_kind: dict[str, list[TraceEvent]] = {}
-    for event in moving:
-        by_kind.setdefault(event.name, []).append(event)
-    layers = [interval for of_kind in by_kind.values() for interval in _union(of_kind)]
+    layers = [interval for of_kind in _by_kind(moving).values() for interval in _union(of_kind)]
     return Summary(
         about=about,
         stages=tuple(_stages(about, spans)),
@@ -335,11 +332,8 @@ def _stages(about: About, spans: Sequence[TraceEvent]) -> Iterator[StageTotals]:
     for row in about.actors:
         nbytes[row.kind] = nbytes.get(row.kind, 0) + row.nbytes
         spent_s[row.kind] = spent_s.get(row.kind, 0.0) + row.seconds
-    first: dict[str, int] = {}
-    of_kind: dict[str, list[TraceEvent]] = {}
-    for event in spans:
-        of_kind.setdefault(event.name, []).append(event)
-        first[event.name] = min(first.get(event.name, event.ts or 0), event.ts or 0)
+    of_kind = _by_kind(spans)
+    first = {kind: min(event.ts or 0 for event in events) for kind, events in of_kind.items()}
     work = sorted((kind for kind in spent_s if not _is_wait(kind)), key=lambda k: first.get(k, 0))
     waits = sorted((kind for kind in spent_s if _is_wait(kind)), key=lambda k: -spent_s[k])
     for kind in [*work, *waits]:
@@ -350,6 +344,13 @@ def _stages(about: About, spans: Sequence[TraceEvent]) -> Iterator[StageTotals]:
             busy_s=sum(end - begin for begin, end in _union(of_kind.get(kind, ()))) / 1e6,
             is_wait=_is_wait(kind),
         )
+
+
+def _by_kind(spans: Iterable[TraceEvent]) -> dict[str, list[TraceEvent]]:
+    found: dict[str, list[TraceEvent]] = {}
+    for event in spans:
+        found.setdefault(event.name, []).append(event)
+    return found
 
 
 def _is_wait(kind: str) -> bool:

@@ -22,11 +22,7 @@ from typing import Any, TypeAlias
 import anyio
 
 from actorsnap.actors.trace import NULL_RECORDER, Record, Recorder, Totals, Wait
-from actorsnap.errors import (
-    StorageError,
-    UsageError,
-    printable,
-)
+from actorsnap.errors import StorageError, UsageError, printable
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.release import RELEASE
