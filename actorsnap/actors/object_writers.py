@@ -96,14 +96,19 @@ class RankObjects:
         return self._writers[number]
 
     async def complete(self, number: int) -> None:
-        """Makes an object durable; of another rank's, this rank's part as far as it can."""
+        """Makes an object that this rank opened durable."""
         if self._is_compressed:
             return
-        writer, plan = self._writers[number], self.plans[number]
         with self._recorder.row("objects") as row:
-            await (writer.complete() if plan.opens else writer.release())
-            row.note(Work.COMPLETE, plan.key)
+            await self._writers[number].complete()
+            row.note(Work.COMPLETE, self.plans[number].key)
         self._ended.add(number)
+
+    async def release(self, number: int) -> None:
+        """Makes this rank's part of another rank's object as durable as a joiner can."""
+        if not self._is_compressed:
+            await self._writers[number].release()
+            self._ended.add(number)
 
     async def put(self, key: str, data: bytes) -> None:
         """Stores an additional object, which ``delete`` removes too."""

@@ -300,8 +300,9 @@ class Saver:
                     tasks.start_soon(self._finish, objects, number)
 
     async def _finish(self, objects: RankObjects, number: int) -> None:
-        with self._during(Stage.STORE, objects.plans[number].key):
-            await objects.complete(number)
+        plan = objects.plans[number]
+        with self._during(Stage.STORE, plan.key):
+            await (objects.complete(number) if plan.opens else objects.release(number))
 
     async def _store_manifest(self, objects: RankObjects) -> ManifestStored:
         attempt, save = objects.assignment.attempt, objects.assignment.save
