@@ -34,11 +34,11 @@ if TYPE_CHECKING:
     from actorsnap.options import Options, from_env
     from actorsnap.release import RELEASE as __version__
     from actorsnap.runtime.copy import CopyEvent, CopyEventKind, CopyReport
-    from actorsnap.runtime.guard import Guard
     from actorsnap.runtime.host import shutdown
     from actorsnap.runtime.pacing import step
     from actorsnap.runtime.recover import RecoverReport
     from actorsnap.runtime.restore import RestorePlan, RestoreReport
+    from actorsnap.runtime.taking import Guard
     from actorsnap.runtime.verify import VerifyReport
     from actorsnap.snapshot import PendingSnapshot, Snapshot, warm_up
     from actorsnap.state.optim import ModelState, prime_optimizer
@@ -112,7 +112,7 @@ _HOMES = {
     "CopyEvent": "actorsnap.runtime.copy",
     "CopyEventKind": "actorsnap.runtime.copy",
     "CopyReport": "actorsnap.runtime.copy",
-    "Guard": "actorsnap.runtime.guard",
+    "Guard": "actorsnap.runtime.taking",
     "shutdown": "actorsnap.runtime.host",
     "step": "actorsnap.runtime.pacing",
     "RecoverReport": "actorsnap.runtime.recover",

@@ -41,11 +41,12 @@ from actorsnap.errors import (
 )
 from actorsnap.options import Options, from_env
 from actorsnap.release import RELEASE
-from actorsnap.runtime import maintenance, reading, timeline, tracefile, validation
+from actorsnap.runtime import maintenance, reading, tracefile
 from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.copy import CopyEvent, CopyEventKind
 from actorsnap.runtime.host import Script
+from actorsnap.runtime.location import make_location
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.verify import VerifyReport
@@ -391,13 +392,13 @@ def trace(
     with _errors():
         found = tracefile.merge([tracefile.read(path) for path in file])
         tables = []
-        for summary in timeline.summaries(found):
+        for summary in tracefile.summaries(found):
             tables.append((_title(summary), [*_stage_rows(summary)]))
             tables.append(("longest waits", [*_wait_rows(summary)]))
         if merged is not None:
             _write_file(merged, msgspec.json.encode(found))
         if html is not None:
-            _write_file(html, timeline.page(found, tables).encode())
+            _write_file(html, tracefile.page(found, tables).encode())
         if html is None and merged is None:
             for title, rows in tables:
                 output.write_lines([title])
@@ -422,7 +423,7 @@ def _what_to_delete(source: Source, path: str) -> str:
     return f"the snapshot {path} ({output.size_text(total)}, created {commit.created})"
 
 
-def _title(summary: timeline.Summary) -> str:
+def _title(summary: tracefile.Summary) -> str:
     about = summary.about
     text = f"{about.op} {about.url} rank {about.rank}: {about.outcome} after {about.seconds:.3f} s"
     if summary.moving_s:
@@ -435,7 +436,7 @@ def _title(summary: timeline.Summary) -> str:
     return text
 
 
-def _stage_rows(summary: timeline.Summary) -> Iterator[list[str]]:
+def _stage_rows(summary: tracefile.Summary) -> Iterator[list[str]]:
     yield ["stage", "busy", "of all", "actors' time", "bytes", "per s"]
     for stage in summary.stages:
         yield [
@@ -448,7 +449,7 @@ def _stage_rows(summary: timeline.Summary) -> Iterator[list[str]]:
         ]
 
 
-def _wait_rows(summary: timeline.Summary) -> Iterator[list[str]]:
+def _wait_rows(summary: tracefile.Summary) -> Iterator[list[str]]:
     yield ["actor", "waits for", "seconds", "at"]
     for wait in summary.longest:
         what = wait.kind.removeprefix("wait for ")
@@ -464,7 +465,7 @@ def _options() -> Options:
 
 
 def _source(path: str, option: list[str] | None) -> Source:
-    location = validation.make_location(path, _storage_options(option))
+    location = make_location(path, _storage_options(option))
     return Source(location, _options())
 
 

@@ -11,22 +11,22 @@ from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
 from actorsnap.runtime import (
     copy,
+    location,
     maintenance,
     reading,
     recover,
     restore,
     taking,
-    validation,
     verify,
 )
 from actorsnap.runtime.copy import CopyEvent, CopyReport
-from actorsnap.runtime.guard import Guard
+from actorsnap.runtime.location import AppState
 from actorsnap.runtime.recover import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import async_call, run_async, watch_async
 from actorsnap.runtime.source import Source
-from actorsnap.runtime.validation import AppState
+from actorsnap.runtime.taking import Guard
 from actorsnap.runtime.verify import VerifyReport
 
 __all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
@@ -73,7 +73,7 @@ class Snapshot:
         options: Options | None = None,
     ) -> None:
         self._source = Source(
-            validation.make_location(path, storage_options), validation.resolve_options(options)
+            location.make_location(path, storage_options), location.resolve_options(options)
         )
 
     def __repr__(self) -> str:
@@ -451,8 +451,8 @@ class Snapshot:
                 answered.
         Cancellation: Nothing is committed, or the copy is complete. The next copy reuses leftovers.
         """
-        to = validation.make_location(path, storage_options)
-        validation.check_flag("overwrite", overwrite)
+        to = location.make_location(path, storage_options)
+        location.check_flag("overwrite", overwrite)
         return await run_async(copy.copy(self._source, to, overwrite=overwrite, on_event=on_event))
 
     @async_call

@@ -16,16 +16,16 @@ from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
 from actorsnap.runtime import (
     copy,
+    location,
     maintenance,
     reading,
     recover,
     restore,
     taking,
-    validation,
     verify,
 )
 from actorsnap.runtime.copy import CopyEvent, CopyReport
-from actorsnap.runtime.guard import Guard
+from actorsnap.runtime.location import AppState
 from actorsnap.runtime.recover import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
 from actorsnap.runtime.save import Save
@@ -36,7 +36,7 @@ from actorsnap.runtime.script import (
     watch_sync,
 )
 from actorsnap.runtime.source import Source
-from actorsnap.runtime.validation import AppState
+from actorsnap.runtime.taking import Guard
 from actorsnap.runtime.verify import VerifyReport
 
 __all__ = ["PendingSnapshot", "Snapshot", "allow_in_running_loop", "warm_up"]
@@ -58,7 +58,7 @@ class Snapshot:
         options: Options | None = None,
     ) -> None:
         self._source = Source(
-            validation.make_location(path, storage_options), validation.resolve_options(options)
+            location.make_location(path, storage_options), location.resolve_options(options)
         )
 
     def __repr__(self) -> str:
@@ -211,8 +211,8 @@ class Snapshot:
         on_event: Callable[[CopyEvent], object] | None = None,
     ) -> CopyReport:
         """See ``actorsnap.Snapshot.copy_to``."""
-        to = validation.make_location(path, storage_options)
-        validation.check_flag("overwrite", overwrite)
+        to = location.make_location(path, storage_options)
+        location.check_flag("overwrite", overwrite)
         return run_sync(
             copy.copy(self._source, to, overwrite=overwrite, on_event=on_event),
             name="Snapshot.copy_to",

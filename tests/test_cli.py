@@ -25,7 +25,8 @@ from actorsnap.errors import ChecksumMismatch
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY
-from actorsnap.runtime import maintenance, reading, validation
+from actorsnap.runtime import maintenance, reading
+from actorsnap.runtime.location import make_location
 from actorsnap.runtime.resources import Attempts
 from actorsnap.runtime.script import run_async
 from actorsnap.runtime.source import Source
@@ -348,7 +349,7 @@ def test_ls_looks_one_level_deep(saved: Path, unfinished: Path) -> None:
 
     async def find() -> dict[str, Any]:
         return await run_async(
-            maintenance.find_snapshots(Source(validation.make_location(url, None), Options()))
+            maintenance.find_snapshots(Source(make_location(url, None), Options()))
         )
 
     url = faulty_url(saved.parent)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from enum import Enum, auto
 from functools import partial
 
@@ -15,8 +14,9 @@ import anyio
 import anyio.lowlevel
 
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
+from actorsnap.actors.items import SaveContext
 from actorsnap.actors.snapshot_reader import find_commit
-from actorsnap.actors.trace import NULL_RECORDER, Recorder, Work
+from actorsnap.actors.trace import Work
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -24,19 +24,13 @@ from actorsnap.errors import (
     ObjectNotFound,
     StorageError,
 )
-from actorsnap.format.manifest import (
-    COMMIT_KEY,
-    Commit,
-    ManifestRecord,
-    SaveRecord,
-    encode_commit,
-)
+from actorsnap.format.manifest import COMMIT_KEY, Commit, ManifestRecord, encode_commit
 from actorsnap.log import Log
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.storage.base import Storage, for_each
 from actorsnap.storage.foreign_errors import ends_this_task
 
-__all__ = ["CommitActor", "CommitTemplate", "commit_alone", "is_committed"]
+__all__ = ["CommitActor", "commit_alone", "is_committed"]
 
 logger = Log(__name__)
 
@@ -96,23 +90,11 @@ class _Visible(Enum):
     UNKNOWN = auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitTemplate:
-    attempt: str
-    created: str
-    save: SaveRecord
-    overwrite: bool
-
-    def fill(self, manifests: tuple[ManifestRecord, ...]) -> Commit:
-        return self.save.commit(attempt=self.attempt, created=self.created, manifests=manifests)
-
-
 class CommitActor:
     """Commits one attempt; see ``actors.rounds.Committer``.
 
     Args:
-        errands: Runs the commit, which may hang.
-        on_failure: Receives the exception of a failed commit before it is reported.
+        fill: Makes the commit object from the payloads of the commit round.
         turn: Waits for earlier saves to the same path; returns whether the commit of one may yet
             take effect.
 
@@ -124,42 +106,41 @@ class CommitActor:
 
     def __init__(
         self,
-        *,
-        template: CommitTemplate,
-        records: Callable[[Mapping[int, bytes]], tuple[ManifestRecord, ...]],
+        context: SaveContext,
+        fill: Callable[[Mapping[int, bytes]], Commit],
         storage: Storage,
-        errands: AbandonableTasks,
+        *,
+        overwrite: bool,
         deadline: float,
         absence: Callable[[], Awaitable[str | None]],
-        on_failure: Callable[[BaseException], None],
         turn: Callable[[], Awaitable[bool]] | None = None,
-        recorder: Recorder = NULL_RECORDER,
     ) -> None:
-        self._turn = turn
-        self._is_waiting = False
-        self._template = template
-        self._records = records
+        self._context = context
+        self._fill = fill
         self._storage = storage
-        self._errands = errands
+        self._errands = context.errands
+        self._overwrite = overwrite
         self._deadline = deadline
         self._absence = absence
-        self._on_failure = on_failure
-        self._recorder = recorder
+        self._turn = turn
+        self._attempt = ""
+        self._is_waiting = False
         self._scope = anyio.CancelScope()
         self._stop_reason = ""
         self._is_asked = False
         self.committed: Commit | None = None
         self.replaced: str | None = None
-        self.was_vacant = not template.overwrite
+        self.was_vacant = not overwrite
         self.is_unanswered = False
 
-    def hurry(self, reason: str, *, has_grace: bool) -> None:
+    def end_soon(self, reason: str, *, has_grace: bool) -> None:
         self._stop_reason = reason
         grace_s = _COMMIT_GRACE_S if has_grace else 0.0
         self._scope.deadline = anyio.current_time() + grace_s
 
     async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
-        commit = self._template.fill(self._records(payloads))
+        commit = self._fill(payloads)
+        self._attempt = commit.attempt
         answers: list[Failure | None] = []
         with self._scope:
             answers.append(await self._errands.run(self._write, commit))
@@ -180,8 +161,8 @@ class CommitActor:
             if absence := await self._absence():
                 return Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
             self._is_asked = True
-            with self._recorder.row("coordinator") as row:
-                await _put(self._storage, data, overwrite=self._template.overwrite)
+            with self._context.recorder.row("coordinator") as row:
+                await _put(self._storage, data, overwrite=self._overwrite)
                 row.note(Work.COMMIT, COMMIT_KEY, 0, len(data))
             if may_be_replaced:
                 return Failure(
@@ -203,7 +184,7 @@ class CommitActor:
         looks: list[Callable[[], Awaitable[None]]] = [
             partial(self._look_for, rank, record) for rank, record in enumerate(commit.manifests)
         ]
-        if self._template.overwrite:
+        if self._overwrite:
             looks.insert(0, self._look_for_older)
         await for_each(looks, lambda look: look(), at_once=min(_NUM_LOOKERS, len(looks)))
         await anyio.lowlevel.checkpoint_if_cancelled()
@@ -232,10 +213,10 @@ class CommitActor:
         visible = await self._visible() if self._is_asked else _Visible.NONE
         if isinstance(error, ObjectExists) and visible is _Visible.OURS:
             return None
-        self._on_failure(error)
+        self._context.on_failure(error)
         self.is_unanswered = visible is _Visible.UNKNOWN
         is_lost = isinstance(error, ObjectExists) or (
-            visible is _Visible.ANOTHER and not self._template.overwrite
+            visible is _Visible.ANOTHER and not self._overwrite
         )
         if is_lost:
             exists = ObjectExists(
@@ -282,6 +263,6 @@ class CommitActor:
             else:
                 if commit is None:
                     return _Visible.NONE
-                is_ours = commit.attempt == self._template.attempt
+                is_ours = commit.attempt == self._attempt
                 return _Visible.OURS if is_ours else _Visible.ANOTHER
         return _Visible.UNKNOWN

@@ -20,9 +20,9 @@ from actorsnap.format.checksum import crc32c
 from actorsnap.format.compression import FRAME_BYTES, Codec, pack_frame, width_for
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import StoredChunk
-from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage
+from actorsnap.storage.base import RunBlocking, Storage
 
-__all__ = ["CompressedObject", "CompressedStore", "shrinks"]
+__all__ = ["CompressedStore", "shrinks"]
 
 _TURN_S = 0.05
 """After these a thread yields to other chunks."""
@@ -32,29 +32,6 @@ _MIN_SAVED = 1 / 32
 
 _TRIAL_FRAMES = 4
 """Frames after which a chunk that does not shrink is stored uncompressed."""
-
-
-class CompressedObject(ObjectWriter):
-    """A compressed object among writers: there is nothing to open or complete."""
-
-    def __init__(self, key: str, size: int) -> None:
-        self.key = key
-        self.size = size
-        self.token = key.encode()
-
-    async def write_at(
-        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        raise AssertionError("each chunk is an object of its own")
-
-    async def complete(self) -> None:
-        """Does nothing."""
-
-    async def release(self) -> None:
-        """Does nothing."""
-
-    async def abort(self) -> None:
-        """Does nothing."""
 
 
 class CompressedStore:

@@ -52,7 +52,7 @@ class Fence:
         self.on_eager_staged: Callable[[], None] = lambda: None
         self._paths = [leaf.item.path for leaf in leaves]
         self._watches: list[Watch] = []
-        self._is_hurried = False
+        self._copies_all = False
         # Leaves that the trainer may change from now on.
         self._passed: set[int] = set()
         self._chunks: Sequence[Chunk] = ()
@@ -81,10 +81,10 @@ class Fence:
             self._backlog.will_touch(watch.leaves)
             self._release_if_copied(watch)
 
-    def hurry(self, watch: Watch | None = None) -> None:
+    def copy_now(self, watch: Watch | None = None) -> None:
         """Copies a watch's leaves first because a caller waits; None: everything."""
         if watch is None:
-            self._is_hurried = True
+            self._copies_all = True
         else:
             watch.is_awaited = True
             if self._backlog is not None and watch.chunks:
@@ -177,7 +177,7 @@ class Fence:
     def _wants_all(self) -> bool:
         assert self._backlog is not None
         return (
-            self._is_hurried
+            self._copies_all
             or self._backlog.has_eager_left
             or self._backlog.is_handed_out
             or any([watch.is_awaited for watch in self._watches])

@@ -1,18 +1,99 @@
-"""Items passed between the actors of one process; never encoded."""
+"""Shared by the actors of one save, or passed between them; never encoded."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
+from actorsnap.actors.abandonable import AbandonableTasks
+from actorsnap.actors.budget import Budget
+from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder
 from actorsnap.planning.packing import Chunk, ObjectPlan, Piece
+from actorsnap.protocol.pacing import Bursts
+from actorsnap.protocol.save import Assignment
+from actorsnap.release import RELEASE
 from actorsnap.state.sources import ByteSource
 
-__all__ = ["StagedChunk", "StagedMemory", "Staging", "StagingOrder", "release_leases"]
+__all__ = [
+    "Pace",
+    "SaveContext",
+    "StagedChunk",
+    "StagedMemory",
+    "Staging",
+    "StagingOrder",
+    "release_leases",
+]
+
+
+class Pace:
+    """Paces the uploaders; ``protocol.pacing`` decides."""
+
+    def __init__(self) -> None:
+        self._bursts = Bursts()
+        self._changed = anyio.Event()
+
+    @property
+    def duty(self) -> float:
+        """Share of the time in which uploaders work: 0 pauses them, 1 never does."""
+        return self._bursts.duty
+
+    def set(self, duty: float) -> None:
+        self._bursts.set(duty)
+        self._wake()
+
+    @asynccontextmanager
+    async def working(self) -> AsyncIterator[bool]:
+        """Waits for permission to work on its body; yields whether there was a rest."""
+        has_rested = False
+        while (rest_s := self._bursts.rest_s(anyio.current_time())) > 0.0:
+            with anyio.move_on_after(rest_s):
+                await self._changed.wait()
+            has_rested = True
+        self._bursts.begin(anyio.current_time())
+        try:
+            yield has_rested
+        finally:
+            if self._bursts.end(anyio.current_time()):
+                self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveContext:
+    """Shared by the actors of one rank's save.
+
+    Attributes:
+        copies: Copy all bytes before storing them, so that the trainer may continue.
+        num_uploaders: Chunks hashed and written at once.
+        num_threads: Threads that compress a chunk.
+        errands: Runs all work of this rank that may hang.
+        on_staged: Called when the trainer may overwrite its tensors.
+        on_failure: Receives an exception before it is reported to the other ranks.
+    """
+
+    rank: int
+    copies: bool
+    num_uploaders: int
+    num_threads: int
+    budget: Budget
+    errands: AbandonableTasks
+    board: ProgressBoard
+    on_staged: Callable[[], None]
+    on_failure: Callable[[BaseException], None]
+    recorder: Recorder = NULL_RECORDER
+    timeout_s: float = math.inf
+    pace: Pace | None = None
+    max_compressed_bytes: int | None = None
+    release: str = RELEASE
 
 
 class StagedMemory(Protocol):
@@ -82,6 +163,10 @@ class StagingOrder:
 
 
 class Staging(Protocol):
+    def prepare(self, assignment: Assignment) -> None:
+        """Called before packing."""
+        ...
+
     async def run(self, order: StagingOrder) -> None:
         """Stages all chunks; releases the sources."""
         ...

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 import anyio
 
-from actorsnap.actors.compressor import CompressedObject
+from actorsnap.actors.checksum_ledger import ChecksumLedger
 from actorsnap.actors.trace import Recorder, Work
 from actorsnap.errors import ObjectNotFound, StorageError
 from actorsnap.format.layout import chunk_key
-from actorsnap.planning.packing import ObjectPlan
-from actorsnap.protocol.save import Token
+from actorsnap.planning.packing import Item, ObjectPlan
+from actorsnap.protocol.save import Assignment, Token
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 __all__ = ["RankObjects"]
@@ -20,29 +20,26 @@ _MAX_OPENING = 16
 
 
 class RankObjects:
-    """A rank's objects, numbered as its plans.
+    """A rank's objects and their checksums, numbered as its plans.
 
-    Args:
-        resumed: Dead attempts whose objects are reused, newest first.
-        is_compressed: Each chunk is a separate object: there is nothing to open.
+    With a codec, each chunk is a separate object: there is nothing to open.
     """
 
     def __init__(
         self,
         plans: Sequence[ObjectPlan],
+        items: Sequence[Item],
         storage: Storage,
-        *,
-        attempt: str,
-        resumed: Sequence[str],
-        is_compressed: bool,
+        assignment: Assignment,
         recorder: Recorder,
     ) -> None:
         self.plans = plans
+        self.ledgers = [ChecksumLedger(plan, [items[i] for i in plan.items]) for plan in plans]
         self.storage = storage
-        self.attempt = attempt
-        self.resumed = resumed
-        self._is_compressed = is_compressed
-        self.recorder = recorder
+        self.assignment = assignment
+        self._attempt = assignment.attempt
+        self._is_compressed = assignment.rules.codec is not None
+        self._recorder = recorder
         self._number_of = {plan.key: number for number, plan in enumerate(plans)}
         self._writers: dict[int, ObjectWriter] = {}
         self._opened = [anyio.Event() for _ in plans]
@@ -56,36 +53,34 @@ class RankObjects:
         """
         opens = [number for number, plan in enumerate(self.plans) if plan.opens]
         # Each may cost a request, and joining ranks wait for all of them.
-        await for_each(opens, self._open, at_once=_MAX_OPENING)
+        if not self._is_compressed:
+            await for_each(opens, self._open, at_once=_MAX_OPENING)
         return tuple(
-            Token.of(self.attempt, self.plans[number].key, self._writers[number].token)
+            Token.of(self._attempt, self.plans[number].key, self._token(number))
             for number in opens
             if self.plans[number].has_joiners
         )
 
     async def _open(self, number: int) -> None:
         plan = self.plans[number]
-        name = plan.key.removeprefix(f"{self.attempt}/")
-        older = [f"{attempt}/{name}" for attempt in self.resumed]
-        with self.recorder.row("objects") as row:
-            self._writers[number] = (
-                CompressedObject(plan.key, plan.size)
-                if self._is_compressed
-                else await self.storage.writer(plan.key, plan.size, older=older)
-            )
+        name = plan.key.removeprefix(f"{self._attempt}/")
+        older = [f"{attempt}/{name}" for attempt in self.assignment.resumed]
+        with self._recorder.row("objects") as row:
+            self._writers[number] = await self.storage.writer(plan.key, plan.size, older=older)
             row.note(Work.OPEN, plan.key)
         self._opened[number].set()
 
+    def _token(self, number: int) -> bytes:
+        return b"" if self._is_compressed else self._writers[number].token
+
     async def join(self, tokens: Sequence[Token]) -> None:
         """Opens objects of other ranks."""
-        for key, token in [each.opened(self.attempt) for each in tokens]:
+        if self._is_compressed:
+            return
+        for key, token in [each.opened(self._attempt) for each in tokens]:
             number = self._number_of[key]
             try:
-                self._writers[number] = (
-                    CompressedObject(key, self.plans[number].size)
-                    if self._is_compressed
-                    else await self.storage.join_writer(token)
-                )
+                self._writers[number] = await self.storage.join_writer(token)
             except ObjectNotFound as error:
                 raise StorageError(
                     op="join_writer",
@@ -102,15 +97,18 @@ class RankObjects:
 
     async def complete(self, number: int) -> None:
         """Makes an object that this rank opened durable."""
-        with self.recorder.row("objects") as row:
+        if self._is_compressed:
+            return
+        with self._recorder.row("objects") as row:
             await self._writers[number].complete()
             row.note(Work.COMPLETE, self.plans[number].key)
         self._ended.add(number)
 
     async def release(self, number: int) -> None:
         """Makes this rank's part of another rank's object as durable as a joiner can."""
-        await self._writers[number].release()
-        self._ended.add(number)
+        if not self._is_compressed:
+            await self._writers[number].release()
+            self._ended.add(number)
 
     async def put(self, key: str, data: bytes) -> None:
         """Stores an additional object, which ``delete`` removes too."""

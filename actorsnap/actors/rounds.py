@@ -75,7 +75,7 @@ class Committer(Protocol):
         """Raises for defects only."""
         ...
 
-    def hurry(self, reason: str, *, has_grace: bool) -> None:
+    def end_soon(self, reason: str, *, has_grace: bool) -> None:
         """Asks ``commit`` to return soon."""
         ...
 
@@ -142,7 +142,7 @@ class CoordinatorActor:
                     commands += self._machine.handle(self._decide(command))
                 case Hurry(failure, has_grace):
                     assert self._committer is not None
-                    self._committer.hurry(failure.reason, has_grace=has_grace)
+                    self._committer.end_soon(failure.reason, has_grace=has_grace)
         if self._machine.is_over:
             self._over.set()
 

@@ -6,25 +6,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import anyio
 import msgspec
 from anyio.streams.memory import MemoryObjectReceiveStream
 
-from actorsnap.actors.abandonable import AbandonableTasks, first_error
-from actorsnap.actors.budget import Budget
-from actorsnap.actors.checksum_ledger import ChecksumLedger, manifest_of
+from actorsnap.actors.abandonable import first_error
+from actorsnap.actors.checksum_ledger import manifest_of
 from actorsnap.actors.commit import is_committed
 from actorsnap.actors.compressor import CompressedStore
-from actorsnap.actors.items import StagedChunk, Staging, StagingOrder, release_leases
+from actorsnap.actors.items import SaveContext, StagedChunk, Staging, StagingOrder, release_leases
 from actorsnap.actors.object_writers import RankObjects
-from actorsnap.actors.pace import Pace
 from actorsnap.actors.rounds import ParticipantActor
-from actorsnap.actors.trace import NULL_RECORDER, Phase, ProgressBoard, Recorder, Work
+from actorsnap.actors.trace import Phase, Work
 from actorsnap.actors.uploader import UploaderActor
 from actorsnap.errors import ActorSnapError, StateChanged, UsageError, describe
 from actorsnap.format.checksum import crc32c
@@ -47,57 +43,17 @@ from actorsnap.protocol.save import (
     decode,
     encode,
 )
-from actorsnap.release import RELEASE
 from actorsnap.state.captured import Captured
 from actorsnap.state.sources import HostMemory
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.transport.ends import ParticipantEnd
 
-__all__ = ["SaveReports", "SaveSettings", "Saver"]
+__all__ = ["Saver"]
 
 logger = Log(__name__)
 
 _RELEASED = HostMemory(0, 0, None)
-
-_HEAD_START_S = 0.002
-"""Delay before uploaders start: the woken trainer gets the GIL and the CPUs first, otherwise a
-switch interval (5 ms) later.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveSettings:
-    """How a rank saves.
-
-    Attributes:
-        copies: Copy all bytes before storing them, so that the trainer may continue.
-        num_uploaders: Chunks hashed and written at once.
-        num_threads: Threads that compress a chunk.
-    """
-
-    copies: bool
-    num_uploaders: int
-    num_threads: int
-    timeout_s: float = math.inf
-    pace: Pace | None = None
-    max_compressed_bytes: int | None = None
-    release: str = RELEASE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveReports:
-    """Receives the news of a rank's save.
-
-    Attributes:
-        on_staged: Called when the trainer may overwrite its tensors.
-        on_failure: Receives an exception before it is reported to the other ranks.
-    """
-
-    board: ProgressBoard
-    on_staged: Callable[[], None]
-    on_failure: Callable[[BaseException], None]
-    recorder: Recorder = NULL_RECORDER
 
 
 class Saver:
@@ -106,7 +62,6 @@ class Saver:
     Args:
         captured: The rank's state; a ``Failure``: this rank only reports it.
         open_storage: Opens the location that the coordinator names; the caller owns the storage.
-        errands: Runs all work of this rank that may hang.
         remembered: The plan of the group's last save, with its digest.
 
     Attributes:
@@ -115,32 +70,26 @@ class Saver:
 
     def __init__(
         self,
+        context: SaveContext,
         captured: Captured | Failure,
         *,
-        rank: int,
         end: ParticipantEnd,
         staging: Staging,
         open_storage: Callable[[Assignment], Awaitable[Storage]],
-        settings: SaveSettings,
-        budget: Budget,
-        errands: AbandonableTasks,
-        reports: SaveReports,
         remembered: tuple[bytes, RankPlan] | None = None,
     ) -> None:
         self.remembered: tuple[bytes, RankPlan] | None = None
-        self._rank = rank
+        self._context = context
+        self._rank = rank = context.rank
+        self._errands = context.errands
+        self._recorder = context.recorder
         self._rounds = ParticipantActor(
-            machine=Participant(rank=rank), end=end, aborted=aborted, timeout_s=settings.timeout_s
+            machine=Participant(rank=rank), end=end, aborted=aborted, timeout_s=context.timeout_s
         )
         self._captured = Captured() if isinstance(captured, Failure) else captured
         self._leaves = self._captured.leaves
         self._staging: Staging | None = staging
         self._open_storage = open_storage
-        self._settings = settings
-        self._budget = budget
-        self._errands = errands
-        self._reports = reports
-        self._recorder = reports.recorder
         self._before = remembered
         self._work_scope = anyio.CancelScope()
         # Why the work ends: the first reason counts.
@@ -208,8 +157,8 @@ class Saver:
     def _failure_of(self, error: BaseException, stage: Stage, key: str | None) -> Failure:
         rank = self._rank
         if not isinstance(error, ActorSnapError):
-            logger.debug("%s: %s failed", self._reports.board.label, stage, exc_info=error)
-        self._reports.on_failure(error)
+            logger.debug("%s: %s failed", self._context.board.label, stage, exc_info=error)
+        self._context.on_failure(error)
         failure = Failure.caused_by(error, stage=stage, rank=rank, key=key)
         self._recorder.mark(f"{stage} failed", key=failure.key or "", error=describe(error))
         if isinstance(error, StateChanged):
@@ -222,27 +171,19 @@ class Saver:
         with self._during(Stage.JOIN), self._recorder.row("participant") as row:
             scopes, assignment = await self._join()
             row.note(Work.AGREE)
+        assert self._staging is not None
+        self._staging.prepare(assignment)
         storage = await self._open_storage(assignment)
         with self._during(Stage.PLAN):
             plans = await self._errands.run_blocking(self._pack, assignment, scopes)
-        objects = self._objects = RankObjects(
-            plans,
-            storage,
-            attempt=assignment.attempt,
-            resumed=assignment.resumed,
-            is_compressed=assignment.rules.codec is not None,
-            recorder=self._recorder,
-        )
-        ledgers = [
-            ChecksumLedger(plan, [self._leaves[index].item for index in plan.items])
-            for plan in plans
-        ]
-        self._reports.board.plan(sum(plan.nbytes for plan in plans))
-        await self._store_objects(assignment, objects, ledgers)
+        items = [leaf.item for leaf in self._leaves]
+        objects = self._objects = RankObjects(plans, items, storage, assignment, self._recorder)
+        self._context.board.plan(sum(plan.nbytes for plan in plans))
+        await self._store_objects(objects)
         if assignment.shares_objects:
             await self._rounds.arrive()
             await self._complete_shared(objects)
-        stored = await self._store_manifest(assignment, objects, ledgers)
+        stored = await self._store_manifest(objects)
         await self._rounds.arrive(encode(stored), commits=True)
 
     async def _join(self) -> tuple[list[list[int]], Assignment]:
@@ -260,7 +201,7 @@ class Saver:
                 return encode(Details(sharded=sharded))
             return encode(Details(lists={digest: lists[digest] for digest in question.lists}))
 
-        joined = Joined(self._settings.release, digest_of(inventory), remembered)
+        joined = Joined(self._context.release, digest_of(inventory), remembered)
         payload = await self._rounds.arrive(encode(joined), then=Stage.STORE, answer=answer)
         assignment = decode(payload, Assignment)
         if assignment.plan is None:
@@ -270,17 +211,15 @@ class Saver:
         self.remembered = (assignment.digest, assignment.plan)
         return scopes, assignment
 
-    async def _store_objects(
-        self, assignment: Assignment, objects: RankObjects, ledgers: Sequence[ChecksumLedger]
-    ) -> None:
+    async def _store_objects(self, objects: RankObjects) -> None:
         """Stages and stores all chunks; completes objects that only this rank writes."""
-        plans, order = objects.plans, write_order(objects.plans)
-        copies, num_uploaders = self._settings.copies, self._settings.num_uploaders
+        context, plans, order = self._context, objects.plans, write_order(objects.plans)
+        copies, num_uploaders = context.copies, context.num_uploaders
         # The budget bounds copies; views of live memory only need to keep the uploaders busy.
         staged_in, staged_out = anyio.create_memory_object_stream[StagedChunk](
             len(order) + 1 if copies else 2 * num_uploaders
         )
-        may_store, begin = anyio.Event(), anyio.Event()
+        may_store = anyio.Event()
         staging_order = StagingOrder(plans, order, staged_in, may_store)
         pending = [len(plan.chunks) for plan in plans]
 
@@ -291,33 +230,30 @@ class Saver:
                 tasks.start_soon(self._finish, objects, number)
 
         compressed = None
-        if assignment.rules.codec is not None:
+        codec = objects.assignment.rules.codec
+        if codec is not None:
             compressed = CompressedStore(
                 objects.storage,
-                codec=assignment.rules.codec,
-                budget=self._budget,
+                codec=codec,
+                budget=context.budget,
                 run_blocking=self._errands.run_cpu,
-                num_threads=self._settings.num_threads,
-                max_bytes=self._settings.max_compressed_bytes,
+                num_threads=context.num_threads,
+                max_bytes=context.max_compressed_bytes,
             )
         try:
             async with anyio.create_task_group() as watch:
                 watch.start_soon(self._release_when_stopped, staged_out)
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._stage, staging_order)
-                    tasks.start_soon(self._open_objects, assignment, objects)
-                    tasks.start_soon(self._begin_storing, may_store, begin)
+                    tasks.start_soon(self._open_objects, objects)
                     for _ in range(num_uploaders):
                         uploader = UploaderActor(
+                            context,
+                            objects,
                             chunks=staged_out.clone(),
-                            objects=objects,
-                            ledgers=ledgers,
-                            begin=begin,
-                            run_blocking=self._errands.run_cpu,
+                            may_store=may_store,
                             report=report,
                             is_stopped=lambda: self._has_stopped,
-                            board=self._reports.board,
-                            pace=self._settings.pace,
                             compressed=compressed,
                         )
                         tasks.start_soon(uploader.run)
@@ -337,9 +273,9 @@ class Saver:
             self._has_stopped = True
             release_leases(staged)
 
-    async def _open_objects(self, assignment: Assignment, objects: RankObjects) -> None:
+    async def _open_objects(self, objects: RankObjects) -> None:
         tokens = await objects.open()
-        if assignment.shares_objects:
+        if objects.assignment.shares_objects:
             payload = await self._rounds.arrive(encode(tokens))
             await objects.join(decode(payload, tuple[Token, ...]))
 
@@ -347,21 +283,15 @@ class Saver:
         assert self._staging is not None
         with self._during(Stage.STAGE):
             await self._staging.run(order)
-        if self._settings.copies:
+        if self._context.copies:
             for leaf in self._leaves:
                 leaf.source = _RELEASED  # the trainer may free its memory now
             self._announce_staged()
 
     def _announce_staged(self) -> None:
         self._recorder.mark("staged")
-        self._reports.board.enter(Phase.STORING)
-        self._reports.on_staged()
-
-    async def _begin_storing(self, may_store: anyio.Event, begin: anyio.Event) -> None:
-        if self._settings.copies:
-            await may_store.wait()
-            await anyio.sleep(_HEAD_START_S)
-        begin.set()
+        self._context.board.enter(Phase.STORING)
+        self._context.on_staged()
 
     async def _complete_shared(self, objects: RankObjects) -> None:
         async with anyio.create_task_group() as tasks:
@@ -374,15 +304,13 @@ class Saver:
         with self._during(Stage.STORE, plan.key):
             await (objects.complete(number) if plan.opens else objects.release(number))
 
-    async def _store_manifest(
-        self, assignment: Assignment, objects: RankObjects, ledgers: Sequence[ChecksumLedger]
-    ) -> ManifestStored:
-        key = manifest_key(objects.attempt, self._rank)
+    async def _store_manifest(self, objects: RankObjects) -> ManifestStored:
+        attempt, save = objects.assignment.attempt, objects.assignment.save
+        key = manifest_key(attempt, self._rank)
 
         def encode_manifest() -> bytes:
-            attempt, save = objects.attempt, assignment.save
             manifest = manifest_of(
-                self._captured, ledgers, attempt=attempt, rank=self._rank, save=save
+                self._captured, objects.ledgers, attempt=attempt, rank=self._rank, save=save
             )
             return encode_rank_manifest(manifest)
 
@@ -416,14 +344,14 @@ class Saver:
             scopes=scopes,
             plan=assignment.plan,
         )
-        if self._settings.copies or not all(leaf.source.is_addressable for leaf in self._leaves):
-            check_memory(plans, assignment.rules, self._budget.limit_bytes)
+        if self._context.copies or not all(leaf.source.is_addressable for leaf in self._leaves):
+            check_memory(plans, assignment.rules, self._context.budget.limit_bytes)
         return plans
 
     async def _look_for_commit(self, failure: Failure) -> Failure | None:
         objects = self._objects
         assert objects is not None
-        if await is_committed(objects.storage, self._errands, objects.attempt):
+        if await is_committed(objects.storage, self._errands, objects.assignment.attempt):
             return None
         return Failure(
             reason=failure.reason, stage=Stage.COMMIT, rank=failure.rank, may_be_visible=True

@@ -14,6 +14,7 @@ from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder, Row, Wait, Work
 from actorsnap.planning.packing import Chunk, ObjectPlan
+from actorsnap.protocol.save import Assignment
 from actorsnap.state.captured import Leaf
 from actorsnap.state.sources import ByteSource, PartSource, gather
 from actorsnap.storage.base import RunBlocking
@@ -61,6 +62,9 @@ class StagingActor:
         self._board = board
         self._recorder = recorder
         self._fence = fence
+
+    def prepare(self, assignment: Assignment) -> None:
+        """Does nothing."""
 
     async def run(self, order: StagingOrder) -> None:
         """Stages all chunks. Call once.

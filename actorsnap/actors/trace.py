@@ -110,9 +110,6 @@ class ProgressBoard:
             stored_bytes=now.stored_bytes + stored,
         )
 
-    def show(self, progress: Progress) -> None:
-        self._change(**msgspec.structs.asdict(progress))
-
     def enter(self, phase: Phase) -> None:
         if not self._latest.is_last:
             logger.debug("%s: %s", self.label, phase)

@@ -15,14 +15,19 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.checksum_ledger import ChecksumLedger
 from actorsnap.actors.compressor import CompressedStore
-from actorsnap.actors.items import StagedChunk
+from actorsnap.actors.items import SaveContext, StagedChunk
 from actorsnap.actors.object_writers import RankObjects
-from actorsnap.actors.pace import Pace
-from actorsnap.actors.trace import ProgressBoard, Row, Wait, Work
+from actorsnap.actors.trace import Row, Wait, Work
 from actorsnap.format.checksum import append_blocks, block_checksums, crc32c
-from actorsnap.storage.base import ObjectWriter, RunBlocking
+from actorsnap.storage.base import ObjectWriter
 
 __all__ = ["UploaderActor"]
+
+
+_HEAD_START_S = 0.002
+"""Delay before uploaders start: the woken trainer gets the GIL and the CPUs first, otherwise a
+switch interval (5 ms) later.
+"""
 
 _BATCH_BYTES = 1 << 20
 _BATCH_VIEWS = 512
@@ -33,35 +38,30 @@ class UploaderActor:
     """Stores chunks until the stream ends.
 
     Args:
-        begin: Nothing is stored before this is set.
+        may_store: Copies are stored once this is set.
         report: Called with the object's number after each chunk.
         is_stopped: Returns whether to give up; called between two blocks, on any thread.
-        pace, compressed: None for no limit, and for plain objects.
+        compressed: None for plain objects.
     """
 
     def __init__(
         self,
+        context: SaveContext,
+        objects: RankObjects,
         *,
         chunks: MemoryObjectReceiveStream[StagedChunk],
-        objects: RankObjects,
-        ledgers: Sequence[ChecksumLedger],
-        begin: anyio.Event,
-        run_blocking: RunBlocking,
+        may_store: anyio.Event,
         report: Callable[[int], None],
         is_stopped: Callable[[], bool],
-        board: ProgressBoard,
-        pace: Pace | None,
         compressed: CompressedStore | None,
     ) -> None:
-        self._chunks = chunks
+        self._context = context
         self._objects = objects
-        self._ledgers = ledgers
-        self._begin = begin
-        self._run_blocking = run_blocking
+        self._chunks = chunks
+        self._may_store = may_store
+        self._run_blocking = context.errands.run_cpu
         self._report = report
         self._is_stopped = is_stopped
-        self._board = board
-        self._pace = pace
         self._compressed = compressed
 
     async def run(self) -> None:
@@ -72,8 +72,10 @@ class UploaderActor:
         Cancellation: As for a failure; a block that a worker thread writes ends first.
         """
         async with self._chunks:
-            await self._begin.wait()
-            recorder = self._objects.recorder
+            if self._context.copies:
+                await self._may_store.wait()
+                await anyio.sleep(_HEAD_START_S)
+            recorder = self._context.recorder
             with recorder.row("uploader") as row:
                 async for staged in self._chunks:
                     row.note(Wait.CHUNK)
@@ -88,17 +90,20 @@ class UploaderActor:
                     self._report(staged.chunk.object)
 
     async def _store(self, staged: StagedChunk, row: Row) -> None:
-        ledger = self._ledgers[staged.chunk.object]
-        writer = await self._objects.writer_of(staged.chunk.object)
-        row.note(Wait.OBJECT)
+        ledger = self._objects.ledgers[staged.chunk.object]
+        writer = None
+        if self._compressed is None:
+            writer = await self._objects.writer_of(staged.chunk.object)
+            row.note(Wait.OBJECT)
+        pace = self._context.pace
         working: AbstractAsyncContextManager[bool | None] = (
-            nullcontext() if self._pace is None else self._pace.working()
+            nullcontext() if pace is None else pace.working()
         )
         has_blocking_io = self._objects.storage.capabilities.has_blocking_io
         async with working as has_rested:
             if has_rested:
                 row.note(Wait.PACE)
-            if has_blocking_io and self._compressed is None:
+            if writer is not None and has_blocking_io:
                 checksums = await self._write_blocking(staged, ledger, writer, row)
             else:
                 checksums = await self._write(staged, ledger, writer, row)
@@ -114,27 +119,29 @@ class UploaderActor:
             await anyio.lowlevel.checkpoint_if_cancelled()
             raise RuntimeError(f"{ledger.key}: a chunk was abandoned without a cancellation")
         nbytes = staged.chunk.stop - staged.chunk.start
-        self._board.add(hashed=nbytes, stored=nbytes)
+        self._context.board.add(hashed=nbytes, stored=nbytes)
         return checksums
 
     async def _write(
-        self, staged: StagedChunk, ledger: ChecksumLedger, writer: ObjectWriter, row: Row
+        self, staged: StagedChunk, ledger: ChecksumLedger, writer: ObjectWriter | None, row: Row
     ) -> list[int]:
         key, at, nbytes = ledger.key, staged.chunk.start, staged.chunk.stop - staged.chunk.start
         hashing = row.around(_hash, Work.HASH, key, at, nbytes)
         views, checksums, whole = await self._run_blocking(hashing, staged, ledger)
-        self._board.add(hashed=nbytes)
+        self._context.board.add(hashed=nbytes)
         views = [staged.head, *views]
-        if self._compressed is not None:
+        if writer is None:
+            assert self._compressed is not None
             itemsizes = [1, *ledger.itemsizes(staged)]
             stored = await self._compressed.store(key, at, views, itemsizes, whole, row)
             ledger.record_chunk(stored)
         else:
-            is_reused = bool(self._objects.resumed) and await writer.reuse(at, views, whole)
+            resumed = self._objects.assignment.resumed
+            is_reused = bool(resumed) and await writer.reuse(at, views, whole)
             if not is_reused:
                 await writer.write_at(at, views, whole)
             row.note(Work.REUSE if is_reused else Work.STORE, key, at, nbytes)
-        self._board.add(stored=nbytes)
+        self._context.board.add(stored=nbytes)
         return checksums
 
 

@@ -19,7 +19,7 @@ no trainer to protect.
 A duty is realised in *bursts* (``Bursts``): all uploaders work at the same time, then rest
 together. A chunk in progress at the burst's end is finished and counts.
 
-This module has no clock: ``runtime/pacing.py`` and ``actors/pace.py`` measure and wait.
+This module has no clock: ``runtime/pacing.py`` and ``actors/items.py`` measure and wait.
 """
 
 from __future__ import annotations

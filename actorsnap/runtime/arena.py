@@ -90,10 +90,6 @@ class Arena:
         # Ranges of the file without a block, by size.
         self._holes: dict[int, list[int]] = {}
 
-    @property
-    def free_bytes(self) -> int:
-        return self._free_bytes
-
     def statistics(self) -> ArenaStatistics:
         with self._lock:
             return ArenaStatistics(

@@ -14,7 +14,7 @@ from actorsnap.options import Options
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
 from actorsnap.planning.shared_reads import ReadInterest
 from actorsnap.protocol.restore import Comparison
-from actorsnap.runtime.validation import AppState
+from actorsnap.runtime.location import AppState
 from actorsnap.state.capture import optimizers_in
 from actorsnap.state.distributed import is_distributed
 from actorsnap.state.optim import class_names, takes_state_of

@@ -291,12 +291,10 @@ class Host:
 
     def serve(self, coroutine: Coroutine[Any, Any, None]) -> None:
         """Runs a background service until the runtime stops."""
-        self._begin(Call(self, coroutine), self._services)
+        self.begin(Call(self, coroutine), self._services)
 
-    def begin(self, call: Call[Any]) -> None:
-        self._begin(call, self._calls)
-
-    def _begin(self, call: Call[Any], among: set[Call[Any]]) -> None:
+    def begin(self, call: Call[Any], among: set[Call[Any]] | None = None) -> None:
+        among = self._calls if among is None else among
         self.check_process()
         among.add(call)
         call.future.add_done_callback(lambda _: among.discard(call))

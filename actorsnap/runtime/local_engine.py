@@ -6,16 +6,16 @@ import datetime
 import logging
 import time
 import traceback
-from typing import Protocol
+from collections.abc import Mapping
 
 import anyio
 import anyio.abc
 
 from actorsnap.actors.abandonable import AbandonableTasks
-from actorsnap.actors.commit import CommitActor, CommitTemplate
-from actorsnap.actors.items import Staging
+from actorsnap.actors.commit import CommitActor
+from actorsnap.actors.items import SaveContext, Staging
 from actorsnap.actors.rounds import CoordinatorActor
-from actorsnap.actors.saver import Saver, SaveReports, SaveSettings
+from actorsnap.actors.saver import Saver
 from actorsnap.actors.snapshot_reader import find_commit, read_commits
 from actorsnap.actors.staging import StagingActor
 from actorsnap.errors import (
@@ -30,7 +30,7 @@ from actorsnap.errors import (
 from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_of
 from actorsnap.log import Log
-from actorsnap.options import chunk_within
+from actorsnap.options import Options, chunk_within
 from actorsnap.planning.packing import PackingRules
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Coordinator
@@ -44,7 +44,7 @@ from actorsnap.storage.base import Capabilities, Storage
 from actorsnap.transport.ends import CoordinatorEnd, InprocTransport, ParticipantEnd
 from actorsnap.transport.relay import RelayedEnds
 
-__all__ = ["LocalEngine", "RemoteStaging"]
+__all__ = ["LocalEngine"]
 
 logger = Log(__name__)
 
@@ -56,14 +56,6 @@ _MAX_PUT_BYTES = 1 << 30
 
 _MAX_COMPRESSED_BYTES = 64 << 20
 """Memory for compressed chunks when another process copies with the budget."""
-
-
-class RemoteStaging(Staging, Protocol):
-    """Staging in another process."""
-
-    def prepare(self, assignment: Assignment) -> None:
-        """Provides the packing plan: staging may begin."""
-        ...
 
 
 class _CommittedBefore(Exception):
@@ -92,7 +84,7 @@ class LocalEngine:
         *,
         copies: bool,
         ends: RelayedEnds | None = None,
-        staging: RemoteStaging | None = None,
+        staging: Staging | None = None,
         previous_attempt: str = "",
         cause: BaseException | None = None,
     ) -> None:
@@ -117,10 +109,6 @@ class LocalEngine:
         self._saver: Saver | None = None
         self._scope: anyio.CancelScope | None = None
         self._ended_before: frozenset[str] = frozenset()
-
-    @property
-    def is_detached(self) -> bool:
-        return False
 
     def cancel(self, reason: str) -> None:
         if self._saver is not None:
@@ -245,8 +233,6 @@ class LocalEngine:
         )
 
     async def _open_assigned(self, assignment: Assignment) -> Storage:
-        if self._staging is not None:
-            self._staging.prepare(assignment)
         self._save.attempt = assignment.attempt
         if self._storage is None:
             url = assignment.url.decode("utf-8", "surrogatepass")
@@ -257,24 +243,27 @@ class LocalEngine:
 
     async def _find_older_in_time(self, storage: Storage) -> Commit | None:
         save = self._save
-        reason, stage, key = "", Stage.JOIN, COMMIT_KEY
         try:
             with anyio.CancelScope(deadline=self._deadline) as self._scope:
                 if save.cancel_reason is None:
                     return await self._errands.run(self._find_older, storage)
-            if save.cancel_reason is not None:
-                reason, stage = save.cancel_reason, Stage.CANCEL
         except ObjectExists:
             raise
         except StorageError as error:
             self._on_failure(error)
-            reason, key = str(error), error.key or COMMIT_KEY
+            failure = Failure.caused_by(error, stage=Stage.JOIN, rank=0, key=COMMIT_KEY)
+        else:
+            stage, reason = Stage.CANCEL, save.cancel_reason
+            if reason is None:
+                trouble = self._errands.trouble or "the storage did not answer"
+                stage, reason = (
+                    Stage.JOIN,
+                    f"timeout_s={save.options.timeout_s:g} is over; {trouble}",
+                )
+            failure = Failure(reason=reason, stage=stage, rank=0, key=COMMIT_KEY)
         finally:
             self._scope = None
-        if not reason:
-            trouble = self._errands.trouble or "the storage did not answer"
-            reason = f"timeout_s={save.options.timeout_s:g} is over; {trouble}"
-        raise self._to_error(Failure(reason=reason, stage=stage, rank=0, key=key))
+        raise self._to_error(failure)
 
     async def _find_older(self, storage: Storage) -> Commit | None:
         """Returns the intact commit to replace, if any; finds attempts to resume."""
@@ -321,10 +310,11 @@ class LocalEngine:
         else:
             ends = self._ends or membership.call
             end, coordinator_end = ends.participant, ends.coordinator
-        saver = self._make_saver(end)
+        context = self._make_context()
+        saver = self._make_saver(context, end)
         coordinator = committer = None
         if coordinator_end is not None:
-            coordinator, committer = self._make_coordinator(coordinator_end, fsync=fsync)
+            coordinator, committer = self._make_coordinator(context, coordinator_end, fsync=fsync)
         self._saver = saver
         if save.cancel_reason is not None:
             saver.request_cancel(save.cancel_reason)
@@ -347,62 +337,57 @@ class LocalEngine:
             raise self._to_error(failure)
         return committer
 
-    def _make_saver(self, end: ParticipantEnd) -> Saver:
-        save, host, options = self._save, self._host, self._save.options
-        captured, self._captured = self._captured, None
+    def _make_context(self) -> SaveContext:
+        save, host = self._save, self._host
+        return SaveContext(
+            rank=save.rank,
+            copies=self._copies,
+            num_uploaders=save.options.num_uploaders,
+            num_threads=host.num_workers,
+            budget=host.resources.budget,
+            errands=self._errands,
+            board=save.board,
+            on_staged=self._on_staged,
+            on_failure=self._on_failure,
+            recorder=save.observation.recorder,
+            timeout_s=save.options.timeout_s,
+            pace=host.resources.pace if self._copies else None,  # else the trainer waits
+            max_compressed_bytes=None if self._staging is None else _MAX_COMPRESSED_BYTES,
+        )
+
+    def _make_saver(self, context: SaveContext, end: ParticipantEnd) -> Saver:
+        save, captured = self._save, self._captured
+        self._captured = None
         assert captured is not None
-        staging: Staging | None = self._staging
+        staging = self._staging
         if staging is None:
             staging = StagingActor(
                 [] if isinstance(captured, Failure) else captured.leaves,
                 copies=self._copies,
-                budget=host.resources.budget,
+                budget=context.budget,
                 run_blocking=self._errands.run_blocking,
-                num_copiers=host.num_workers if self._copies else 1,
+                num_copiers=context.num_threads if self._copies else 1,
                 board=save.board,
-                recorder=save.observation.recorder,
+                recorder=context.recorder,
                 fence=save.fence,
             )
         return Saver(
+            context,
             captured,
-            rank=save.rank,
             end=end,
             staging=staging,
             open_storage=self._open_assigned,
-            settings=SaveSettings(
-                copies=self._copies,
-                num_uploaders=options.num_uploaders,
-                num_threads=host.num_workers,
-                timeout_s=options.timeout_s,
-                pace=host.resources.pace if self._copies else None,  # else the trainer waits
-                max_compressed_bytes=None if self._staging is None else _MAX_COMPRESSED_BYTES,
-            ),
-            budget=host.resources.budget,
-            errands=self._errands,
-            reports=SaveReports(
-                board=save.board,
-                on_staged=self._on_staged,
-                on_failure=self._on_failure,
-                recorder=save.observation.recorder,
-            ),
             remembered=None if save.membership is None else save.membership.team.remembered,
         )
 
     def _make_coordinator(
-        self, end: CoordinatorEnd, *, fsync: bool
+        self, context: SaveContext, end: CoordinatorEnd, *, fsync: bool
     ) -> tuple[CoordinatorActor, CommitActor | None]:
         save, request, options = self._save, self._save.request, self._save.options
         storage = self._storage
-        can = Capabilities() if storage is None else storage.capabilities
-        codec = None if options.compression is None else Codec.parse(options.compression)
-        chunk_bytes = options.chunk_bytes
-        if codec is not None:
-            # Each chunk is an object, written in one request.
-            can = Capabilities(preferred_parallel_objects=can.preferred_parallel_objects)
-            chunk_bytes = min(chunk_bytes, _MAX_PUT_BYTES)
         record = SaveRecord(
             world_size=save.world_size,
-            features=features_of(is_compressed=codec is not None),
+            features=features_of(is_compressed=options.compression is not None),
             fsync=options.fsync,
             step=request.step,
             metadata=request.metadata,
@@ -413,38 +398,31 @@ class LocalEngine:
             fsync=fsync,
             save=record,
             release=RELEASE,
-            rules=PackingRules(
-                chunk_bytes=chunk_within(chunk_bytes, self._host.resources.budget.limit_bytes),
-                max_objects=min(options.max_objects, can.preferred_parallel_objects),
-                min_object_bytes=options.min_object_bytes,
-                min_write_bytes=can.min_write_bytes,
-                max_writes=can.max_writes,
-                max_object_bytes=can.max_object_bytes,
-                has_joined_writers=can.has_joined_writers,
-                codec=codec,
+            rules=_rules_for(
+                options,
+                Capabilities() if storage is None else storage.capabilities,
+                context.budget.limit_bytes,
             ),
             resumed=self._resumed,
             memory=None if save.membership is None else save.membership.memory,
         )
+        created = _utc(time.time())
+
+        def fill(payloads: Mapping[int, bytes]) -> Commit:
+            manifests = decisions.records(payloads)
+            return record.commit(attempt=save.attempt, created=created, manifests=manifests)
+
         committer = None
         if storage is not None:
             committer = CommitActor(
-                template=CommitTemplate(
-                    attempt=save.attempt,
-                    created=_utc(time.time()),
-                    save=record,
-                    overwrite=request.overwrite,
-                ),
-                records=decisions.records,
-                storage=storage,
-                errands=self._errands,
+                context,
+                fill,
+                storage,
+                overwrite=request.overwrite,
                 deadline=self._deadline,
                 absence=end.absence,
-                on_failure=self._on_failure,
                 turn=None if save.turn is None else save.turn.wait,
-                recorder=save.observation.recorder,
             )
-        errands = self._errands
         coordinator = CoordinatorActor(
             machine=Coordinator(world_size=save.world_size),
             end=end,
@@ -453,7 +431,7 @@ class LocalEngine:
             timeout_s=options.timeout_s,
             deadline=self._deadline,
             committer=committer,
-            trouble=lambda: errands.trouble,
+            trouble=lambda: context.errands.trouble,
         )
         return coordinator, committer
 
@@ -504,6 +482,25 @@ class LocalEngine:
             tasks.start_soon(lose_patience)
             await self._errands.clean_up(collect)
             tasks.cancel_scope.cancel()
+
+
+def _rules_for(options: Options, can: Capabilities, budget_bytes: int) -> PackingRules:
+    codec = None if options.compression is None else Codec.parse(options.compression)
+    chunk_bytes = options.chunk_bytes
+    if codec is not None:
+        # Each chunk is an object, written in one request.
+        can = Capabilities(preferred_parallel_objects=can.preferred_parallel_objects)
+        chunk_bytes = min(chunk_bytes, _MAX_PUT_BYTES)
+    return PackingRules(
+        chunk_bytes=chunk_within(chunk_bytes, budget_bytes),
+        max_objects=min(options.max_objects, can.preferred_parallel_objects),
+        min_object_bytes=options.min_object_bytes,
+        min_write_bytes=can.min_write_bytes,
+        max_writes=can.max_writes,
+        max_object_bytes=can.max_object_bytes,
+        has_joined_writers=can.has_joined_writers,
+        codec=codec,
+    )
 
 
 def _where(error: BaseException) -> dict[str, object]:

@@ -1,27 +1,41 @@
-"""Locations of snapshots, and their storages."""
+"""Locations of snapshots and their storages; checks of arguments."""
 
 from __future__ import annotations
 
-from collections.abc import (
-    Callable,
-)
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from actorsnap.errors import (
-    StorageError,
-)
+import msgspec
+
+from actorsnap.errors import StorageError, UsageError
+from actorsnap.format.manifest import check_json
+from actorsnap.options import Options, from_env
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import RunBlocking, Storage, StorageContext
 from actorsnap.storage.foreign_errors import translate_opening
 from actorsnap.storage.registry import (
+    absolute,
     canonical,
+    check_url,
     find_opener,
     is_ready,
-    open_storage,
+    without_secrets,
 )
 
-__all__ = ["Location", "OnRetry", "open_location", "open_ready_location"]
+__all__ = [
+    "AppState",
+    "Location",
+    "OnRetry",
+    "check_flag",
+    "check_metadata",
+    "check_step",
+    "make_location",
+    "open_location",
+    "open_ready_location",
+    "resolve_options",
+]
 
 OnRetry: TypeAlias = Callable[[StorageError, float], None]
 
@@ -64,28 +78,27 @@ async def open_location(
         UsageError: unknown scheme or option.
         StorageError: another package's factory failed.
     """
-    context = _context(host, location, fsync, run_blocking or host.run_blocking, scratch, on_retry)
-    if is_ready(location.url):
-        return translate_opening(location.display_url, lambda: open_storage(location.url, context))
-    opener = await host.run_blocking(find_opener, location.url)
-    return translate_opening(location.display_url, lambda: opener(context))
+    url = location.url
+    opener = find_opener(url) if is_ready(url) else await host.run_blocking(find_opener, url)
+    blocking = run_blocking or host.run_blocking
+    return _open(host, location, opener, fsync, blocking, scratch, on_retry)
 
 
 def open_ready_location(host: Host, location: Location, *, fsync: bool) -> Storage:
     """``open_location`` for a backend that ``is_ready``."""
-    context = _context(host, location, fsync, host.run_blocking)
-    return translate_opening(location.display_url, lambda: open_storage(location.url, context))
+    return _open(host, location, find_opener(location.url), fsync, host.run_blocking)
 
 
-def _context(
+def _open(
     host: Host,
     location: Location,
+    opener: Callable[[StorageContext], Storage],
     fsync: bool,
     run_blocking: RunBlocking,
     scratch: str = "",
     on_retry: OnRetry | None = None,
-) -> StorageContext:
-    return StorageContext(
+) -> Storage:
+    context = StorageContext(
         options=location.storage_options,
         run_blocking=run_blocking,
         run_io=host.run_io,
@@ -93,3 +106,65 @@ def _context(
         on_retry=on_retry,
         scratch=scratch,
     )
+    return translate_opening(location.display_url, lambda: opener(context))
+
+
+AppState: TypeAlias = Mapping[str, Any]
+"""``Stateful`` objects by key. Not typed: a type checker infers ``dict[str, object]`` for a dict
+display with several classes.
+"""
+
+
+def make_location(
+    path: str | os.PathLike[str], storage_options: Mapping[str, Any] | None
+) -> Location:
+    """Checks path and options.
+
+    Raises:
+        UsageError: the path is empty or no path; or the options are no dict.
+    """
+    url = check_url(path)
+    if storage_options is not None and not isinstance(storage_options, Mapping):
+        # The value may contain secrets.
+        raise UsageError(f"storage_options must be a dict, not {type(storage_options).__name__}")
+    return Location(
+        display_url=without_secrets(url),
+        url=absolute(url),
+        storage_options=dict(storage_options or {}),
+    )
+
+
+def resolve_options(options: Options | None) -> Options:
+    if options is None:
+        return from_env()
+    if not isinstance(options, Options):
+        raise UsageError(f"options must be actorsnap.Options, not {type(options).__name__}")
+    return options
+
+
+def check_flag(name: str, value: object) -> None:
+    if type(value) is not bool:
+        raise UsageError(f"{name} must be True or False, not {value!r}")
+
+
+def check_step(step: object) -> int | None:
+    if step is None or (type(step) is int and 0 <= step < 1 << 63):
+        return step
+    raise UsageError(f"step must be an integer of at least 0, or None, not {step!r}")
+
+
+def check_metadata(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise UsageError(f"metadata must be a JSON object, not a {type(metadata).__name__}")
+    checked = dict(metadata or {})
+    check_json(checked, "metadata")
+    try:
+        again = msgspec.json.decode(msgspec.json.encode(checked))
+    except (TypeError, ValueError, RecursionError, msgspec.MsgspecError) as error:
+        raise UsageError(f"metadata must be a JSON object: {error}") from error
+    if again != checked:
+        raise UsageError(
+            "metadata must not change in a JSON round trip: use str keys, lists instead of "
+            "tuples, and finite numbers"
+        )
+    return checked

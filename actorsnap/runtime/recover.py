@@ -40,10 +40,9 @@ from actorsnap.format.manifest import (
 from actorsnap.log import Log
 from actorsnap.runtime.garbage import find_attempts, find_claims, find_collectable
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import open_location
+from actorsnap.runtime.location import check_flag, open_location
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import MAX_SMALL_READS, Source
-from actorsnap.runtime.validation import check_flag
 from actorsnap.runtime.verify import DataCheck
 from actorsnap.storage.base import Storage, for_each
 

@@ -25,23 +25,8 @@ from actorsnap.actors.trace import Phase, Record
 from actorsnap.errors import describe, printable
 from actorsnap.log import Log
 from actorsnap.planning.packing import write_order
+from actorsnap.protocol import uploader as frames
 from actorsnap.protocol.failure import Failure, Stage, decode, encode
-from actorsnap.protocol.uploader import (
-    AbsenceReported,
-    AnswerWanted,
-    BeginSave,
-    Begun,
-    EndReceived,
-    Finished,
-    FromSave,
-    MessageSent,
-    Progressed,
-    Staged,
-    StagingWanted,
-    TakeOverPrepared,
-    ToProcess,
-    TurnGiven,
-)
 from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import open_location
 from actorsnap.runtime.save import Save
@@ -73,7 +58,7 @@ _CLOSE_S = 2.0
 
 
 class RemoteEngine:
-    """See ``Engine`` and ``HandedSave``."""
+    """See ``Engine``. The uploader calls it, too."""
 
     _described: Described
     _tasks: anyio.abc.TaskGroup
@@ -88,11 +73,10 @@ class RemoteEngine:
         self._number = uploader.new_number()
         self._error: BaseException | None = None
         self._cause: Exception | None = None
-        self._wanted: StagingWanted | None = None
+        self._wanted: frames.StagingWanted | None = None
         self._is_wanted = False  # by the current process
-        # By chunk number: held memory, its offset, stored chunks.
+        # By chunk number: held memory, stored chunks.
         self._memory: dict[int, StagedMemory | None] = {}
-        self._offsets: dict[int, int | None] = {}
         self._stored: set[int] = set()
         self._keeps = save.membership is None
         self._may_detach = save.options.detach
@@ -118,7 +102,7 @@ class RemoteEngine:
 
     @property
     def is_detached(self) -> bool:
-        return self._may_detach and self._has_staged
+        return self._save.is_detached
 
     def cancel(self, reason: str) -> None:
         self._uploader.cancel(self._number, reason)
@@ -141,7 +125,7 @@ class RemoteEngine:
         finally:
             self._captured = None
             # The process reads a detached save.
-            is_read = self.is_detached and not self._ended.is_set()
+            is_read = self._save.is_detached and not self._ended.is_set()
             for memory in self._memory.values():
                 if memory is not None and not is_read:
                     memory.release()
@@ -197,10 +181,11 @@ class RemoteEngine:
     # For the uploader
 
     def begin(self, previous_attempt: str) -> None:
+        """Sends the save; staged chunks are announced again on request."""
         self._is_wanted = False
         save, request, described = self._save, self._save.request, self._described
         self._uploader.send_begin(
-            BeginSave(
+            frames.BeginSave(
                 number=self._number,
                 digest=described.digest,
                 structure=described.structure,
@@ -229,31 +214,31 @@ class RemoteEngine:
             self._relay.attach(self._pass_on)
 
     def _pass_on(self, to_coordinator: bool, item: Item) -> None:
-        self._uploader.send(EndReceived(self._number, to_coordinator, encode_item(item)))
+        self._uploader.send(frames.EndReceived(self._number, to_coordinator, encode_item(item)))
 
-    def deliver(self, frame: FromSave) -> None:
+    def deliver(self, frame: frames.FromSave) -> None:
         match frame:
-            case Begun():
+            case frames.Begun():
                 self._save.attempt = frame.attempt
                 self._has_begun_there = True
                 if self._relay is not None:
                     self._relay.forget()
-            case MessageSent():
+            case frames.MessageSent():
                 assert self._relay is not None
                 message = decode_item(frame.message)
                 assert not isinstance(message, PeerLost | Broken)
                 self._relay.post(frame.to, message)
-            case AnswerWanted(subject="turn"):
+            case frames.AnswerWanted(subject="turn"):
                 self._tasks.start_soon(self._give_turn)
-            case AnswerWanted():
+            case frames.AnswerWanted():
                 self._tasks.start_soon(self._report_absence)
-            case StagingWanted():
+            case frames.StagingWanted():
                 self._on_staging_wanted(frame)
-            case Progressed():
+            case frames.Progressed():
                 self._on_progress(frame)
-            case TakeOverPrepared():
+            case frames.TakeOverPrepared():
                 self._on_take_over_prepared(frame.error)
-            case Finished():
+            case frames.Finished():
                 self._on_finished(frame)
 
     def abort(self, failure: Failure) -> None:
@@ -263,31 +248,35 @@ class RemoteEngine:
             self._tasks.start_soon(self._conclude_for_process, self._relay, failure)
 
     def let_go(self) -> None:
+        """Releases stored chunks; the save can then not be repeated."""
         self._keeps = False
         for chunk in self._stored:
-            memory = self._memory.pop(chunk, None)
+            memory = self._memory.get(chunk)
             if memory is not None:
+                del self._memory[chunk]
                 self._uploader.forget_memory(self._number)
                 memory.release()
         self._stored.clear()
 
     def make_here(self) -> None:
+        """Makes the save in this process: no other can be started. Nothing is staged."""
         self._is_handed_back = True
         self._ended.set()
 
     def close_mailbox(self) -> None:
+        """Hands the mailbox over to the process. Blocks for a moment."""
         if self._relay is not None:
             self._team.port.close(_CLOSE_S, is_continued=True)
 
     async def _give_turn(self) -> None:
         assert self._save.turn is not None
         is_unanswered = await self._save.turn.wait()
-        self._uploader.send(TurnGiven(self._number, is_unanswered))
+        self._uploader.send(frames.TurnGiven(self._number, is_unanswered))
 
     async def _report_absence(self) -> None:
         assert self._relay is not None
         reason = await self._relay.absence()
-        self._uploader.send(AbsenceReported(self._number, reason))
+        self._uploader.send(frames.AbsenceReported(self._number, reason))
 
     def _on_take_over_prepared(self, error: str) -> None:
         assert self._take_over_prepared is not None
@@ -300,7 +289,7 @@ class RemoteEngine:
             )
         self._take_over_prepared.set()
 
-    def _on_staging_wanted(self, frame: StagingWanted) -> None:
+    def _on_staging_wanted(self, frame: frames.StagingWanted) -> None:
         """Starts staging. For a second process, announces the staged chunks."""
         before, self._wanted = self._wanted, frame
         self._is_wanted = True
@@ -317,21 +306,21 @@ class RemoteEngine:
             self._report_failed(RuntimeError("the plan is not the same as before"))
         else:
             self._report(
-                Staged(
+                frames.Staged(
                     self._number,
-                    list(self._offsets.items()),
+                    [(number, self._offset_of(memory)) for number, memory in self._memory.items()],
                     is_waiting=not self._keeps and not self._has_staged,
                     is_last=self._has_staged,
                 )
             )
 
-    def _on_progress(self, frame: Progressed) -> None:
+    def _on_progress(self, frame: frames.Progressed) -> None:
         self._save.board.add(hashed=frame.hashed, stored=frame.stored)
         self._stored.update(frame.released)
         if not self._keeps:
             self.let_go()
 
-    def _on_finished(self, frame: Finished) -> None:
+    def _on_finished(self, frame: frames.Finished) -> None:
         self._save.is_unanswered = frame.is_unanswered
         if frame.record:
             record = msgspec.msgpack.decode(frame.record, type=Record)
@@ -390,7 +379,7 @@ class RemoteEngine:
 
     # Staging
 
-    async def _stage(self, frame: StagingWanted) -> None:
+    async def _stage(self, frame: frames.StagingWanted) -> None:
         try:
             await self._stage_all(frame)
         except Exception as error:  # of any device
@@ -404,9 +393,10 @@ class RemoteEngine:
         self._captured = None
         self._has_staged = True
         self._save.observation.recorder.mark("staged")
-        self._report(Staged(self._number, is_last=True))
+        self._report(frames.Staged(self._number, is_last=True))
         self._save.board.enter(Phase.STORING)
-        if self.is_detached:
+        if self._may_detach:
+            self._save.is_detached = True
             self._save.leave_process()
         self._save.staged.set_result(None)
 
@@ -422,7 +412,7 @@ class RemoteEngine:
             self._on_take_over_prepared(describe(error))
         await self._take_over_prepared.wait()
 
-    async def _stage_all(self, frame: StagingWanted) -> None:
+    async def _stage_all(self, frame: frames.StagingWanted) -> None:
         assert self._captured is not None
         objects = await self._host.run_blocking(
             self._uploader.pack, self._described, self._captured, self._save.rank, frame
@@ -460,23 +450,22 @@ class RemoteEngine:
     ) -> None:
         async for chunk in staged:
             number = numbers[chunk.chunk.object, chunk.chunk.index]
-            offset = None
-            if chunk.lease is not None:
-                offset = self._host.resources.arena.offset_of(chunk.lease.view)
             self._memory[number] = chunk.lease
-            self._offsets[number] = offset
-            self._report(Staged(self._number, [(number, offset)]))
+            self._report(frames.Staged(self._number, [(number, self._offset_of(chunk.lease))]))
+
+    def _offset_of(self, memory: StagedMemory | None) -> int | None:
+        return None if memory is None else self._host.resources.arena.offset_of(memory.view)
 
     async def _make_room(self, full: anyio.Event) -> None:
         """If staging waits for memory, releases memory kept for a repeated save."""
         await full.wait()
         if not self._has_copied:
-            self._report(Staged(self._number, is_waiting=True))
+            self._report(frames.Staged(self._number, is_waiting=True))
             self._uploader.make_room()
 
     def _report_failed(self, cause: Exception) -> None:
-        self._report(Staged(self._number, error=encode(cause)))
+        self._report(frames.Staged(self._number, error=encode(cause)))
 
-    def _report(self, frame: ToProcess) -> None:
+    def _report(self, frame: frames.ToProcess) -> None:
         if self._is_wanted:
             self._uploader.send(frame)

@@ -24,13 +24,13 @@ from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, RestoreTotals, Weighed
 from actorsnap.runtime.comparison import Compared, compare
 from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.location import AppState, check_flag
 from actorsnap.runtime.reading import begins_anew, load_view
 from actorsnap.runtime.rounds import Rounds, call_together
 from actorsnap.runtime.shared_reads import RestoreReads
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Team, find_team
-from actorsnap.runtime.tracing import Observation, error_text, observe
-from actorsnap.runtime.validation import AppState, check_flag
+from actorsnap.runtime.tracing import Observation, observe
 from actorsnap.state.restore import KeyRestore
 from actorsnap.state.stateful import RNGState, loader, torch_complaints, validate_app_state
 from actorsnap.state.tree import escape, join
@@ -140,7 +140,7 @@ def _observed_restore(
             rounds, source, app_state, strict=strict, observation=observation
         )
     except Exception as error:
-        yield partial(end, outcome="failed", error=error_text(error))
+        yield partial(end, outcome="failed", error=describe(error))
         raise
     except BaseException:
         host = Host.get()

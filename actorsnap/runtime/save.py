@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -16,15 +16,15 @@ import anyio.abc
 from actorsnap.actors.abandonable import first_error
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.trace import Phase, ProgressBoard
-from actorsnap.errors import SnapshotAborted, printable
+from actorsnap.errors import SnapshotAborted, describe, printable
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Stage
-from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host, PendingSave
 from actorsnap.runtime.location import Location
+from actorsnap.runtime.resources import CommitTurn
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Membership
-from actorsnap.runtime.tracing import Observation, error_text
+from actorsnap.runtime.tracing import Observation
 from actorsnap.storage.registry import without_secrets
 
 __all__ = ["Engine", "Save", "SaveRequest"]
@@ -43,12 +43,12 @@ class SaveRequest:
     """
 
     location: Location
-    overwrite: bool
-    resume: bool
-    step: int | None
-    metadata: dict[str, Any]
     options: Options
     begun_s: float
+    overwrite: bool = False
+    resume: bool = False
+    step: int | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
 
     @property
     def left_s(self) -> float:
@@ -58,11 +58,6 @@ class SaveRequest:
 
 class Engine(Protocol):
     """One save, on the runtime's loop."""
-
-    @property
-    def is_detached(self) -> bool:
-        """The save continues without this process."""
-        ...
 
     async def run(self, tasks: anyio.abc.TaskGroup) -> None:
         """Returns when the save is committed. Called once.
@@ -101,6 +96,7 @@ class Save:
         finished: Settled with the outcome for users.
         is_committed: Nothing can fail the save any more.
         is_unanswered: See ``CommitActor``.
+        is_detached: The uploader process continues the save without this one.
     """
 
     engine: Engine
@@ -128,6 +124,7 @@ class Save:
         self.cancel_reason: str | None = None
         self.is_committed = False
         self.is_unanswered = False
+        self.is_detached = False
         self._has_begun = False
         self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -230,7 +227,7 @@ class Save:
             self.engine.close()
 
     def _stopped(self) -> SnapshotAborted:
-        reason, is_detached = "the runtime was stopped", self.engine.is_detached
+        reason, is_detached = "the runtime was stopped", self.is_detached
         if is_detached:
             reason += "; the uploader process goes on"
         return SnapshotAborted(
@@ -250,7 +247,7 @@ class Save:
             rank=self.rank,
             world_size=self.world_size,
             outcome="committed" if is_committed else "aborted",
-            error="" if error is None or is_committed else error_text(error),
+            error="" if error is None or is_committed else describe(error),
         )
 
     # For the engine

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import anyio
 import anyio.abc
@@ -19,31 +19,13 @@ from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import Recorder
 from actorsnap.errors import describe
 from actorsnap.options import Options
+from actorsnap.protocol import uploader as frames
 from actorsnap.protocol.failure import decode, encode
 from actorsnap.protocol.save import Assignment
-from actorsnap.protocol.uploader import (
-    AbsenceReported,
-    AnswerWanted,
-    BeginSave,
-    Begun,
-    CancelSave,
-    EndReceived,
-    Finished,
-    FromProcess,
-    MessageSent,
-    Progressed,
-    Staged,
-    StagingWanted,
-    Structure,
-    TakeOver,
-    TakeOverPrepared,
-    ToSave,
-    TurnGiven,
-)
-from actorsnap.runtime.commit_order import CommitTurn
 from actorsnap.runtime.host import Host, wait_done
 from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import Location
+from actorsnap.runtime.resources import CommitTurn
 from actorsnap.runtime.save import Save, SaveRequest
 from actorsnap.runtime.structure import rebuild_state
 from actorsnap.runtime.team import Membership, TeamMemory, open_port
@@ -53,31 +35,19 @@ from actorsnap.state.process_group import StoreAddress, StoreAt
 from actorsnap.transport.relay import Message, Relay, RelayedEnds, decode_item, encode_item
 from actorsnap.transport.store import StorePort
 
-__all__ = ["ServedSave", "Trainer"]
+if TYPE_CHECKING:
+    from actorsnap.runtime.uploader_process import UploaderService
 
-
-class Trainer(Protocol):
-    """The trainer, as seen by a save. On the runtime's loop.
-
-    Attributes:
-        is_in_a_hurry: It waits for memory: released chunks are reported at once.
-    """
-
-    is_in_a_hurry: bool
-
-    def send(self, frame: FromProcess) -> None: ...
-
-    def view(self, offset: int, nbytes: int) -> memoryview: ...
-
-    def finish(self, frame: Finished) -> None: ...
+__all__ = ["ServedSave"]
 
 
 class ServedSave:
     """Connects a ``Save`` here with the trainer. Starts it at once.
 
-    ``RemoteStaging`` of the engine; ``RelayLink`` of its ends.
+    ``Staging`` of the engine; ``RelayLink`` of its ends.
 
     Args:
+        trainer: The link to it.
         structure, values: Of this or an earlier ``BeginSave``.
         team: None for a single rank.
     """
@@ -85,9 +55,9 @@ class ServedSave:
     def __init__(
         self,
         host: Host,
-        trainer: Trainer,
-        frame: BeginSave,
-        structure: Structure,
+        trainer: UploaderService,
+        frame: frames.BeginSave,
+        structure: frames.Structure,
         values: list[bytes],
         team: TeamMemory | None,
     ) -> None:
@@ -95,7 +65,9 @@ class ServedSave:
         self._trainer = trainer
         self._number = frame.number
         # Unbounded: at most two small frames per chunk.
-        self._staged_in, self._staged_out = anyio.create_memory_object_stream[Staged](math.inf)
+        self._staged_in, self._staged_out = anyio.create_memory_object_stream[frames.Staged](
+            math.inf
+        )
         self._hashed = self._stored = 0
         self._released: list[int] = []
         self._record: tuple[bytes, int] = (b"", 0)
@@ -103,11 +75,13 @@ class ServedSave:
         self._team = team
         self._turn: _LinkedTurn | None = None
         if frame.overwrite and frame.rank == 0:
-            self._turn = _LinkedTurn(lambda: trainer.send(AnswerWanted(frame.number, "turn")))
+            self._turn = _LinkedTurn(
+                lambda: trainer.send(frames.AnswerWanted(frame.number, "turn"))
+            )
         self._absence: str | None = None
         self._has_absence = anyio.Event()
         self._has_left_trainer = False
-        self._take_over: tuple[TakeOver, StoreAt] | None = None
+        self._take_over: tuple[frames.TakeOver, StoreAt] | None = None
         self._ends: RelayedEnds | None = None
         membership = None
         if team is not None:
@@ -131,7 +105,7 @@ class ServedSave:
             staging=self,
             previous_attempt=frame.previous_attempt,
         )
-        trainer.send(Begun(self._number, self._save.attempt))
+        trainer.send(frames.Begun(self._number, self._save.attempt))
         self._save.finished.add_done_callback(lambda _: self._end())
         self._save.start()
 
@@ -159,43 +133,43 @@ class ServedSave:
         if self._ends is not None:
             self._ends.break_off(reason)
 
-    def deliver(self, frame: ToSave) -> None:
+    def deliver(self, frame: frames.ToSave) -> None:
         match frame:
-            case Staged():
+            case frames.Staged():
                 self._is_staged = self._is_staged or frame.is_last
                 self._staged_in.send_nowait(frame)
-            case CancelSave(is_concluded=True):
+            case frames.CancelSave(is_concluded=True):
                 self.break_off(frame.reason)
-            case CancelSave():
+            case frames.CancelSave():
                 self.cancel(frame.reason)
-            case EndReceived():
+            case frames.EndReceived():
                 assert self._ends is not None
                 self._ends.put(frame.to_coordinator, decode_item(frame.item))
-            case AbsenceReported():
+            case frames.AbsenceReported():
                 self._absence = frame.reason
                 self._has_absence.set()
-            case TurnGiven():
+            case frames.TurnGiven():
                 assert self._turn is not None
                 self._turn.give(is_unanswered=frame.is_unanswered)
-            case TakeOver():
+            case frames.TakeOver():
                 self._host.submit(self._prepare_take_over(frame))
 
     # The trainer's mailbox
 
     def post(self, to: int | None, message: Message) -> None:
         """See ``RelayLink``."""
-        self._trainer.send(MessageSent(self._number, to, encode_item(message)))
+        self._trainer.send(frames.MessageSent(self._number, to, encode_item(message)))
 
     async def absence(self) -> str | None:
         """See ``RelayLink``."""
         if self._has_left_trainer:
             return None
         self._absence, self._has_absence = None, anyio.Event()
-        self._trainer.send(AnswerWanted(self._number, "absence"))
+        self._trainer.send(frames.AnswerWanted(self._number, "absence"))
         await self._has_absence.wait()
         return self._absence
 
-    async def _prepare_take_over(self, frame: TakeOver) -> None:
+    async def _prepare_take_over(self, frame: frames.TakeOver) -> None:
         # Imports torch.
         error = ""
         try:
@@ -205,7 +179,7 @@ class ServedSave:
             self._take_over = frame, store
         except Exception as failure:  # torch or network
             error = describe(failure)
-        self._trainer.send(TakeOverPrepared(self._number, error))
+        self._trainer.send(frames.TakeOverPrepared(self._number, error))
 
     @property
     def call_number(self) -> int:
@@ -247,7 +221,7 @@ class ServedSave:
         now = self._save.board.latest
         hashed, stored = now.hashed_bytes - self._hashed, now.stored_bytes - self._stored
         if hashed or stored or self._released:
-            self._trainer.send(Progressed(self._number, hashed, stored, self._released))
+            self._trainer.send(frames.Progressed(self._number, hashed, stored, self._released))
             self._hashed, self._stored, self._released = now.hashed_bytes, now.stored_bytes, []
 
     def _keep_record(self, recorder: Recorder, about: About, epoch_ns: int) -> None:
@@ -261,7 +235,7 @@ class ServedSave:
         error = self._save.finished.exception()
         encoded = None if error is None else encode(error)
         self._trainer.finish(
-            Finished(self._number, encoded, self._save.is_unanswered, *self._record)
+            frames.Finished(self._number, encoded, self._save.is_unanswered, *self._record)
         )
 
     # Bytes, copied into the arena by the trainer
@@ -270,7 +244,7 @@ class ServedSave:
         """Lets the trainer stage while this process packs."""
         assert assignment.plan is not None
         self._trainer.send(
-            StagingWanted(
+            frames.StagingWanted(
                 self._number,
                 assignment.rules,
                 assignment.plan,
@@ -306,11 +280,11 @@ class ServedSave:
 
     def _release(self, number: int) -> None:
         self._released.append(number)
-        if self._trainer.is_in_a_hurry:
+        if self._trainer.reports_at_once:
             self.report_progress()
 
 
-def _request_of(frame: BeginSave) -> SaveRequest:
+def _request_of(frame: frames.BeginSave) -> SaveRequest:
     options = msgspec.msgpack.decode(frame.options, type=Options)
     return SaveRequest(
         location=Location(

@@ -10,15 +10,16 @@ import concurrent.futures
 import logging
 import os
 import time
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import anyio
 import msgspec
 
-from actorsnap.actors.fence import Fence
+from actorsnap.actors.fence import Fence, Watch
 from actorsnap.actors.trace import Work
 from actorsnap.errors import UsageError
 from actorsnap.format.compression import check_available
@@ -27,32 +28,42 @@ from actorsnap.options import Options, chunk_within
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.runtime import pacing
-from actorsnap.runtime.guard import Guard, was_guarded
 from actorsnap.runtime.host import Host, Script, wait_done
 from actorsnap.runtime.local_engine import LocalEngine
-from actorsnap.runtime.location import Location, open_location, open_ready_location
+from actorsnap.runtime.location import (
+    AppState,
+    Location,
+    check_flag,
+    check_metadata,
+    check_step,
+    make_location,
+    open_location,
+    open_ready_location,
+    resolve_options,
+)
 from actorsnap.runtime.process import has_cores
 from actorsnap.runtime.remote_engine import RemoteEngine
 from actorsnap.runtime.save import Save, SaveRequest
 from actorsnap.runtime.team import Membership, Team, find_team
 from actorsnap.runtime.tracing import observe
 from actorsnap.runtime.uploader_client import Uploader, find_uploader
-from actorsnap.runtime.validation import (
-    AppState,
-    check_flag,
-    check_metadata,
-    check_step,
-    make_location,
-    resolve_options,
-)
 from actorsnap.state import devices
 from actorsnap.state.capture import capture
 from actorsnap.state.captured import Captured
 from actorsnap.state.lazy import find_lazy
 from actorsnap.state.process_group import global_rank, likely_ranks
+from actorsnap.state.step_hooks import StepHook, check_optimizer
 from actorsnap.storage.registry import find_opener, is_ready, is_shared
 
-__all__ = ["TakeCall", "await_pending", "await_staged", "guard", "take", "warm_up"]
+__all__ = [
+    "Guard",
+    "TakeCall",
+    "await_pending",
+    "await_staged",
+    "guard",
+    "take",
+    "warm_up",
+]
 
 T = TypeVar("T")
 
@@ -174,7 +185,7 @@ def _prepare(
     fence = None
     if call.stage == "lazy":
         leaves = captured.leaves
-        lazy = find_lazy(call.app_state, leaves, is_guarded=was_guarded)
+        lazy = find_lazy(call.app_state, leaves, is_guarded=_was_guarded)
         fence = Fence(lazy, leaves)
     observation.caller.note(Work.CAPTURE)
     request = SaveRequest(
@@ -287,10 +298,6 @@ def _failing(
 ) -> Save:
     request = SaveRequest(
         location=Location(display_url=str(call.path), url="", storage_options={}),
-        overwrite=False,
-        resume=False,
-        step=None,
-        metadata={},
         options=options,
         begun_s=call.begun_s,
     )
@@ -316,7 +323,7 @@ def await_staged(save: Save) -> Script[None]:
     save.check_process()
     fence = save.fence
     if fence is not None and not save.staged.done():
-        Host.get().call_soon(fence.hurry)
+        Host.get().call_soon(fence.copy_now)
     yield from await_pending(save, save.staged)
 
 
@@ -336,3 +343,92 @@ def await_pending(save: Save, future: concurrent.futures.Future[T]) -> Script[T]
 
     result: T = yield lambda _: step()
     return result
+
+
+_guarded: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def _was_guarded(optimizer: Any) -> bool:
+    """Returns whether any save guarded the optimizer in this process.
+
+    If its steps do not change version counters, a lazy save copies its tensors late only then, and
+    guards it.
+    """
+    return optimizer in _guarded
+
+
+class Guard:
+    """The hooks of ``PendingSnapshot.guard`` in optimizers.
+
+    A hook removes itself after the first step that finds everything copied or the save ended; the
+    context manager removes the others on exit.
+    """
+
+    def __init__(self, host: Host, fence: Fence | None, optimizers: Sequence[Any]) -> None:
+        self._hooks: list[StepHook] = []
+        # Also without a fence, for the next save.
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
+            with suppress(TypeError):  # other optimizers: no weak references
+                _guarded.add(optimizer)
+        if fence is None:
+            return
+        try:
+            for optimizer in optimizers:
+                gate = _Gate(host, fence, optimizer)
+                self._hooks.append(StepHook(optimizer, gate.wait))
+                gate.begin()
+        except BaseException:
+            self.remove()
+            raise
+
+    def remove(self) -> None:
+        """Removes the hooks. A later step that changes uncopied tensors aborts the save. Not while
+        an optimizer steps in another thread.
+        """
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
+
+
+class _Gate:
+    def __init__(self, host: Host, fence: Fence, optimizer: Any) -> None:
+        self._host = host
+        self._fence = fence
+        self._optimizer = optimizer
+        self._shape: tuple[int, ...] = ()
+        self._watch = Watch(())
+
+    def begin(self) -> None:
+        """Watches the tensors that the next step changes."""
+        fence, optimizer = self._fence, self._optimizer
+        if not fence.is_open:
+            self._shape = _shape_of(optimizer)
+            watch = self._watch = Watch(fence.lazy.touched_by(optimizer))
+            self._host.call_soon(lambda: fence.watch(watch))
+
+    def wait(self) -> bool:
+        """Blocks until the step's tensors are copied; returns True."""
+        if (
+            not self._fence.is_open and self._host.pid == os.getpid()
+        ):  # a forked child does not wait
+            if _shape_of(self._optimizer) != self._shape:
+                self.begin()  # new parameters or state
+            fence, watch = self._fence, self._watch
+            if not watch.passed.is_set():
+                self._host.call_soon(lambda: fence.copy_now(watch))
+                # Set for every outcome of the save. Ctrl-C interrupts.
+                watch.passed.wait()
+        return True
+
+
+def _shape_of(optimizer: Any) -> tuple[int, ...]:
+    """Changes when an optimizer gets parameters or state."""
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    return (*counts, len(getattr(optimizer, "state", ())))

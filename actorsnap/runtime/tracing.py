@@ -22,12 +22,7 @@ from typing import Any, TypeAlias
 import anyio
 
 from actorsnap.actors.trace import NULL_RECORDER, Record, Recorder, Totals, Wait
-from actorsnap.errors import (
-    StorageError,
-    UsageError,
-    describe,
-    printable,
-)
+from actorsnap.errors import StorageError, UsageError, printable
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.release import RELEASE
@@ -35,7 +30,7 @@ from actorsnap.runtime import tracefile
 from actorsnap.runtime.host import Host, wait_done
 from actorsnap.runtime.tracefile import About
 
-__all__ = ["Observation", "Sink", "error_text", "observe"]
+__all__ = ["Observation", "Sink", "observe"]
 
 logger = Log(__name__)
 
@@ -154,11 +149,6 @@ class Observation:
                 logger.warning("%s: what was recorded of it is lost", about.url, exc_info=True)
         # Handles of the call and its storage may reference it for long.
         self.recorder.clear()
-
-
-def error_text(error: BaseException) -> str:
-    """Returns the text for ``About``: the error would keep the app state."""
-    return describe(error)
 
 
 def _working_folder() -> str:

@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Protocol, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import anyio
 import msgspec
@@ -27,6 +27,7 @@ import msgspec
 from actorsnap.actors.abandonable import first_error
 from actorsnap.log import Log
 from actorsnap.planning.packing import ObjectPlan, PackingRules, RankPlan, pack
+from actorsnap.protocol import uploader as frames
 from actorsnap.protocol.failure import Failure
 from actorsnap.protocol.supervisor import (
     AbortSave,
@@ -37,26 +38,15 @@ from actorsnap.protocol.supervisor import (
     SupervisorCommand,
     SupervisorState,
 )
-from actorsnap.protocol.uploader import (
-    Alive,
-    AttemptsEnded,
-    BeginSave,
-    Begun,
-    CancelSave,
-    Configure,
-    Finished,
-    FromProcess,
-    FromSave,
-    Logged,
-    StagingWanted,
-    ToProcess,
-)
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.link import Link
 from actorsnap.runtime.structure import Described
 from actorsnap.state.captured import Captured
 
-__all__ = ["HandedSave", "Uploader", "find_uploader"]
+if TYPE_CHECKING:
+    from actorsnap.runtime.remote_engine import RemoteEngine
+
+__all__ = ["Uploader", "find_uploader"]
 
 logger = Log(__name__)
 
@@ -85,35 +75,6 @@ _MAX_KNOWN = 4
 _PackKey: TypeAlias = tuple[bytes, int, PackingRules, RankPlan]
 
 
-class HandedSave(Protocol):
-    """A save handed to the process. Called on the runtime's loop."""
-
-    @property
-    def is_detached(self) -> bool:
-        """The process continues the save without this one."""
-        ...
-
-    def begin(self, previous_attempt: str) -> None:
-        """Sends the save; staged chunks are announced again on request."""
-        ...
-
-    def deliver(self, frame: FromSave) -> None: ...
-
-    def abort(self, failure: Failure) -> None: ...
-
-    def let_go(self) -> None:
-        """Releases stored chunks; the save can then not be repeated."""
-        ...
-
-    def make_here(self) -> None:
-        """Makes the save in this process: no other can be started. Nothing is staged."""
-        ...
-
-    def close_mailbox(self) -> None:
-        """Hands the mailbox over to the process. Blocks for a moment."""
-        ...
-
-
 class Uploader:
     """The uploader process and its replacements. On the runtime's loop only.
 
@@ -125,12 +86,12 @@ class Uploader:
         self._host = host
         self._machine = Supervisor()
         self._arena = host.resources.arena.share()
-        host.resources.attempts.on_end = lambda attempt: self.send(AttemptsEnded([attempt]))
+        host.resources.attempts.on_end = lambda attempt: self.send(frames.AttemptsEnded([attempt]))
         self._numbers = itertools.count()
-        self._saves: dict[int, HandedSave] = {}
+        self._saves: dict[int, RemoteEngine] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self.incarnation = 0
-        self._link: Link[FromProcess, ToProcess] | None = None
+        self._link: Link[frames.FromProcess, frames.ToProcess] | None = None
         self._heard_s = 0.0
         # Values sent with the structures that the process knows, the latest last.
         self._known: dict[bytes, list[tuple[int, bytes]]] = {}
@@ -155,7 +116,7 @@ class Uploader:
     def new_number(self) -> int:
         return next(self._numbers)
 
-    def add(self, number: int, save: HandedSave, *, rank: int, is_shared: bool) -> None:
+    def add(self, number: int, save: RemoteEngine, *, rank: int, is_shared: bool) -> None:
         self._saves[number] = save
         self._perform(self._machine.add_save(number, rank=rank, is_shared=is_shared))
 
@@ -172,7 +133,7 @@ class Uploader:
         self._machine.note_memory_gone(number)
 
     def pack(
-        self, described: Described, captured: Captured, rank: int, wanted: StagingWanted
+        self, described: Described, captured: Captured, rank: int, wanted: frames.StagingWanted
     ) -> tuple[ObjectPlan, ...]:
         """Returns the objects to stage, without a place. Blocks; for worker threads."""
         key = (described.digest, rank, wanted.rules, wanted.plan)
@@ -190,19 +151,19 @@ class Uploader:
         return packed[1]
 
     def set_duty(self, duty: float) -> None:
-        self.send(Configure(duty=duty))
+        self.send(frames.Configure(duty=duty))
 
     def make_room(self) -> None:
         """Releases memory kept in case the process dies."""
         for save in self._saves.values():
             save.let_go()
 
-    def send(self, frame: ToProcess) -> None:
+    def send(self, frame: frames.ToProcess) -> None:
         """Dropped if there is no process."""
         if self._link is not None:
             self._link.send(frame)
 
-    def send_begin(self, frame: BeginSave) -> None:
+    def send_begin(self, frame: frames.BeginSave) -> None:
         """Begins a save, without structure and values that the process knows."""
         self._send_environment()
         known = self._known.pop(frame.digest, None)
@@ -226,7 +187,7 @@ class Uploader:
         ]
         if changed or log_level != self._log_level:
             self._environment, self._log_level = now, log_level
-            self.send(Configure(changed, log_level))
+            self.send(frames.Configure(changed, log_level))
 
     def _perform(self, commands: list[SupervisorCommand]) -> None:
         for command in commands:
@@ -238,7 +199,7 @@ class Uploader:
                     self._process.kill()
                 case SendSave():
                     self._saves[command.number].begin(command.previous_attempt)
-                case CancelSave():
+                case frames.CancelSave():
                     self.send(command)
                 case AbortSave():
                     self._saves.pop(command.number).abort(command.failure)
@@ -260,7 +221,7 @@ class Uploader:
             reason = f"the uploader process cannot be started: {error}"
             self._perform(self._machine.note_process_ended(reason))
             return
-        self._process, self._link = process, Link(connection, FromProcess)
+        self._process, self._link = process, Link(connection, frames.FromProcess)
         is_stopped = True
         try:
             await self._serve(self._link)
@@ -286,7 +247,7 @@ class Uploader:
         logger.warning("%s", reason)
         self._perform(self._machine.note_process_ended(reason))
 
-    async def _serve(self, link: Link[FromProcess, ToProcess]) -> None:
+    async def _serve(self, link: Link[frames.FromProcess, frames.ToProcess]) -> None:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(link.flush_forever)
             tasks.start_soon(self._watch)
@@ -310,27 +271,27 @@ class Uploader:
                 logger.warning("the uploader process was silent for %.0f s: killed", silent_s)
                 self._perform(self._machine.note_silent())
 
-    def _handle(self, frame: FromProcess) -> None:
+    def _handle(self, frame: frames.FromProcess) -> None:
         match frame:
-            case Alive():
+            case frames.Alive():
                 if self._machine.state is SupervisorState.STARTING:
                     self.set_duty(self._host.resources.pace.duty)
-                    self.send(AttemptsEnded(self._host.resources.attempts.latest_ended()))
+                    self.send(frames.AttemptsEnded(self._host.resources.attempts.latest_ended()))
                     self._perform(self._machine.note_ready())
-            case Logged():
+            case frames.Logged():
                 Log(frame.logger).log(frame.level, "%s", frame.text, extra=frame.fields)
-            case AttemptsEnded():
+            case frames.AttemptsEnded():
                 self._host.resources.attempts.note_ended(frame.attempts)
             case _:
                 self._deliver(frame)
 
-    def _deliver(self, frame: FromSave) -> None:
+    def _deliver(self, frame: frames.FromSave) -> None:
         save = self._saves.get(frame.number)
         if save is None:
             return  # ended here
-        if isinstance(frame, Begun | StagingWanted):
+        if isinstance(frame, frames.Begun | frames.StagingWanted):
             self._machine.note_begun(frame.number, frame.attempt)
-        elif isinstance(frame, Finished):
+        elif isinstance(frame, frames.Finished):
             del self._saves[frame.number]
             self._machine.note_save_ended(frame.number)
         save.deliver(frame)

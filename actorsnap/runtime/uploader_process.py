@@ -21,20 +21,8 @@ import anyio
 import anyio.abc
 
 from actorsnap.errors import printable
+from actorsnap.protocol import uploader as frames
 from actorsnap.protocol.failure import encode_value
-from actorsnap.protocol.uploader import (
-    Alive,
-    AttemptsEnded,
-    BeginSave,
-    Configure,
-    Finished,
-    FromProcess,
-    LeaveTeam,
-    Logged,
-    Staged,
-    Structure,
-    ToProcess,
-)
 from actorsnap.runtime.arena import ArenaView
 from actorsnap.runtime.host import Host, shutdown
 from actorsnap.runtime.link import Link
@@ -44,7 +32,7 @@ from actorsnap.runtime.team import TeamMemory
 from actorsnap.storage.registry import find_opener
 from actorsnap.transport.store import StorePort
 
-__all__ = ["main"]
+__all__ = ["UploaderService", "main"]
 
 _TICK_S = 0.5
 """Interval of progress reports."""
@@ -78,7 +66,7 @@ def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
     # The trainer may wait for the loop or for a short job.
     host.lower_bulk()
     find_opener(os.sep)  # or the first save waits
-    service = _Service(host, connection, ArenaView(arena), trainer)
+    service = UploaderService(host, connection, ArenaView(arena), trainer)
 
     def terminate(number: int, frame: FrameType | None) -> None:
         host.call_soon(service.terminate)
@@ -92,22 +80,26 @@ def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
     shutdown()
 
 
-class _Service:
-    """On the loop of the uploader process. See ``Trainer``."""
+class UploaderService:
+    """The trainer's saves, and the link to it. On the loop of the uploader process.
+
+    Attributes:
+        reports_at_once: The trainer waits for memory: released chunks are reported at once.
+    """
 
     def __init__(self, host: Host, connection: int, arena: ArenaView, trainer: int) -> None:
         self._host = host
         self._arena = arena
         self._connection = connection
-        self._link: Link[ToProcess, FromProcess]
-        self._known: dict[bytes, tuple[Structure, list[bytes]]] = {}
+        self._link: Link[frames.ToProcess, frames.FromProcess]
+        self._known: dict[bytes, tuple[frames.Structure, list[bytes]]] = {}
         self._saves: dict[int, ServedSave] = {}
         # By number, for later saves.
         self._teams: dict[int, TeamMemory] = {}
         self._ports: dict[str, StorePort[Any, Any]] = {}
         self._idle: anyio.Event | None = None
         self._is_terminated = False
-        self.is_in_a_hurry = False
+        self.reports_at_once = False
         self.forwarder = _Forwarder(self)
         self._parent = os.getppid()
         # The trainer may have died before.
@@ -115,14 +107,14 @@ class _Service:
 
     async def run(self) -> None:
         """Serves until the link ends; waits for remaining saves."""
-        self._link = Link(socket.socket(fileno=self._connection), ToProcess)
+        self._link = Link(socket.socket(fileno=self._connection), frames.ToProcess)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._link.flush_forever)
             tasks.start_soon(self._tick)
             self._host.resources.attempts.on_end = lambda attempt: self.send(
-                AttemptsEnded([attempt])
+                frames.AttemptsEnded([attempt])
             )
-            self._link.send(Alive())
+            self._link.send(frames.Alive())
             while (frame := await self._link.receive()) is not None:
                 self._handle(frame)
             await self._outlive_trainer(tasks)
@@ -158,41 +150,41 @@ class _Service:
         if self._idle is not None:
             print(f"actorsnap uploader: {text}", file=sys.stderr)
             return
-        self._host.call_soon(lambda: self._link.send(Logged(level, logger, text, fields)))
+        self._host.call_soon(lambda: self._link.send(frames.Logged(level, logger, text, fields)))
 
-    def send(self, frame: FromProcess) -> None:
+    def send(self, frame: frames.FromProcess) -> None:
         self._link.send(frame)
 
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self._arena.view(offset, nbytes)
 
-    def finish(self, frame: Finished) -> None:
+    def finish(self, frame: frames.Finished) -> None:
         del self._saves[frame.number]
-        self.is_in_a_hurry = self.is_in_a_hurry and bool(self._saves)
+        self.reports_at_once = self.reports_at_once and bool(self._saves)
         self._link.send(frame)
         if self._idle is not None and not self._saves:
             self._idle.set()
 
-    def _handle(self, frame: ToProcess) -> None:
+    def _handle(self, frame: frames.ToProcess) -> None:
         match frame:
-            case BeginSave():
+            case frames.BeginSave():
                 self._begin(frame)
-            case Configure():
+            case frames.Configure():
                 self._configure(frame)
-            case AttemptsEnded():
+            case frames.AttemptsEnded():
                 self._host.resources.attempts.note_ended(frame.attempts)
-            case LeaveTeam():
+            case frames.LeaveTeam():
                 self._teams.pop(frame.team, None)
-            case Alive():
+            case frames.Alive():
                 pass
             case _:
                 # The trainer may not know yet that the save has ended.
                 if frame.number in self._saves:
-                    if isinstance(frame, Staged) and frame.is_waiting:
-                        self._hurry()
+                    if isinstance(frame, frames.Staged) and frame.is_waiting:
+                        self._report_at_once()
                     self._saves[frame.number].deliver(frame)
 
-    def _begin(self, frame: BeginSave) -> None:
+    def _begin(self, frame: frames.BeginSave) -> None:
         if self._is_terminated:
             return  # for the next process
         if frame.structure is not None:
@@ -205,7 +197,7 @@ class _Service:
         structure, values = self._known[frame.digest]
         self._saves[frame.number] = ServedSave(self._host, self, frame, structure, values, team)
 
-    def _configure(self, frame: Configure) -> None:
+    def _configure(self, frame: frames.Configure) -> None:
         for name, value in frame.variables:
             if value is None:
                 os.environb.pop(name, None)
@@ -216,9 +208,9 @@ class _Service:
         if frame.duty is not None:
             self._host.resources.set_duty(frame.duty)
 
-    def _hurry(self) -> None:
+    def _report_at_once(self) -> None:
         """Reports released chunks at once until all saves end."""
-        self.is_in_a_hurry = True
+        self.reports_at_once = True
         for save in self._saves.values():
             save.report_progress()
 
@@ -231,7 +223,7 @@ class _Service:
             for save in self._saves.values():
                 save.report_progress()
             if self._link.statistics.sent_frames == sent_frames and now - sent_s >= _ALIVE_S:
-                self._link.send(Alive())
+                self._link.send(frames.Alive())
             if self._link.statistics.sent_frames != sent_frames:
                 sent_s, sent_frames = now, self._link.statistics.sent_frames
             is_orphan = self._is_orphan or os.getppid() != self._parent
@@ -244,7 +236,7 @@ class _Service:
 class _Forwarder(logging.Handler):
     """Forwards log lines to the trainer."""
 
-    def __init__(self, service: _Service) -> None:
+    def __init__(self, service: UploaderService) -> None:
         super().__init__()
         self._service = service
 

@@ -6,7 +6,7 @@ import anyio
 import pytest
 import trio.testing
 
-from actorsnap.actors.pace import Pace
+from actorsnap.actors.items import Pace
 
 
 @pytest.fixture

@@ -23,8 +23,9 @@ import pytest
 
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
 from actorsnap.actors import abandonable, commit
-from actorsnap.runtime import maintenance, taking, validation
+from actorsnap.runtime import maintenance, taking
 from actorsnap.runtime.host import Host, shutdown, wait_done
+from actorsnap.runtime.location import make_location
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
 from actorsnap.storage.base import Storage, StorageContext
@@ -482,7 +483,7 @@ def save_model_and_die(url: str, storage_options: dict[str, Any], seed: int, at:
 
 def folders_and_garbage(url: str, storage_options: dict[str, Any]) -> list[int]:
     """How many attempts lie there; how many keys their collection deletes; how many are left."""
-    source = Source(validation.make_location(url, storage_options), FAST)
+    source = Source(make_location(url, storage_options), FAST)
 
     async def num_attempts() -> int:
         context = StorageContext(run_blocking=run_blocking_in_thread, options=storage_options)

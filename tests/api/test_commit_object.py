@@ -16,7 +16,8 @@ import pytest_asyncio
 from actorsnap import NotASnapshot, ObjectExists, Options, Snapshot, sync
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, decode_commit
-from actorsnap.runtime import maintenance, validation
+from actorsnap.runtime import maintenance
+from actorsnap.runtime.location import make_location
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.script import run_async
 from actorsnap.runtime.source import Source
@@ -186,7 +187,7 @@ async def test_a_reader_of_an_older_snapshot_starts_over(saved: Path) -> None:
 
 
 def source_at(path: Path) -> Source:
-    return Source(validation.make_location(str(path), None), FAST)
+    return Source(make_location(str(path), None), FAST)
 
 
 async def collect(path: Path, **how: Any) -> maintenance.CollectReport:

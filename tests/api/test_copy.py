@@ -27,8 +27,9 @@ from actorsnap import (
 )
 from actorsnap.format.layout import Attempt, collection_key, copy_claim_key, encode_copy_claim
 from actorsnap.format.manifest import COMMIT_KEY
-from actorsnap.runtime import copy, copy_claim, maintenance, validation
+from actorsnap.runtime import copy, copy_claim, maintenance
 from actorsnap.runtime.host import Host
+from actorsnap.runtime.location import make_location
 from actorsnap.runtime.script import run_async
 from actorsnap.runtime.source import Source
 from actorsnap.storage.base import ObjectWriter, Storage, StorageContext
@@ -72,7 +73,7 @@ async def objects(url: object) -> dict[str, bytes]:
 
 async def collect(url: str, *, force: bool = False) -> list[str]:
     """What ``actorsnap rm --garbage`` deletes."""
-    source = Source(validation.make_location(url, None), Options())
+    source = Source(make_location(url, None), Options())
     return (await run_async(maintenance.collect(source, force=force))).deleted
 
 

@@ -21,7 +21,7 @@ from actorsnap import (
     sync,
 )
 from actorsnap.format.manifest import COMMIT_KEY
-from actorsnap.runtime import maintenance, validation
+from actorsnap.runtime import location, maintenance
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
 from tests.api.damage import rewrite_commit
@@ -78,7 +78,7 @@ def test_on_the_command_line(damaged: Path) -> None:
 
 
 def collect(url: Path, *, force: bool = False) -> maintenance.CollectReport:
-    source = Source(validation.make_location(str(url), None), FAST)
+    source = Source(location.make_location(str(url), None), FAST)
     return run_sync(maintenance.collect(source, force=force), name="collect")
 
 

@@ -20,8 +20,9 @@ from actorsnap.actors import abandonable
 from actorsnap.errors import StorageError
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit
-from actorsnap.runtime import maintenance, validation
+from actorsnap.runtime import maintenance
 from actorsnap.runtime.host import Host, shutdown
+from actorsnap.runtime.location import make_location
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
@@ -284,7 +285,7 @@ def test_objects_that_vanish_before_the_commit(tmp_path: Path, when: str) -> Non
 
 
 def collected(url: object, **how: Any) -> maintenance.CollectReport:
-    source = Source(validation.make_location(str(url), None), FAST)
+    source = Source(make_location(str(url), None), FAST)
     return run_sync(maintenance.collect(source, **{"force": False, **how}), name="collect")
 
 

@@ -32,8 +32,8 @@ from actorsnap import Options, SnapshotAborted, StateChanged, StateDict, UsageEr
 from actorsnap.actors import staging
 from actorsnap.actors.fence import Fence
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.runtime.guard import _Gate
 from actorsnap.runtime.host import Host
+from actorsnap.runtime.taking import _Gate
 from actorsnap.runtime.uploader_client import find_uploader
 from actorsnap.state.lazy import LazyState, _warn_of_uncounted
 from actorsnap.state.optim import ModelState

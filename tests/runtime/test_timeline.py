@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from actorsnap import cli
 from actorsnap.actors.trace import Recorder, Row, Wait, Work
-from actorsnap.runtime import timeline, tracefile
+from actorsnap.runtime import tracefile
 from actorsnap.runtime.tracefile import About, TraceFile
 
 MS = 1_000_000
@@ -65,7 +65,7 @@ def a_trace(*, rank: int = 0, url: str = "s", at_s: int = 1_700_000_000) -> Trac
 
 
 def test_shares_overlap_and_waits() -> None:
-    (summary,) = timeline.summaries(a_trace())
+    (summary,) = tracefile.summaries(a_trace())
     stage, store, *waits = summary.stages
     assert (stage.kind, stage.nbytes, stage.busy_s) == ("stage", 4000, 0.04)
     assert (store.kind, store.nbytes, store.busy_s) == ("store", 4000, 0.06)
@@ -84,7 +84,7 @@ def test_busy_counts_once_what_several_do_and_spent_each() -> None:
     for row in rows:
         row.note(Work.STORE, "a", 0, 1)
     about = msgspec.structs.replace(a_trace().abouts[0], begin_us=0, end_us=10_000)
-    (summary,) = timeline.summaries(tracefile.trace_of(recorder, about, epoch_ns=0))
+    (summary,) = tracefile.summaries(tracefile.trace_of(recorder, about, epoch_ns=0))
     (store,) = summary.stages
     assert store.busy_s == 0.01
     assert store.spent_s == pytest.approx(0.03)
@@ -97,7 +97,7 @@ def test_a_merged_trace_has_each_rank_beside_the_other(tmp_path: Path) -> None:
     again = tracefile.read(str(tmp_path / "t.json"))
     assert again == merged
     assert {event.pid for event in again.trace_events} == {0, 1}
-    one, other = timeline.summaries(again)
+    one, other = tracefile.summaries(again)
     assert one.stages == other.stages
 
 
@@ -105,15 +105,15 @@ def test_two_calls_of_a_rank_have_rows_of_their_own() -> None:
     merged = tracefile.merge([a_trace(), a_trace(at_s=1_700_000_001)])
     named = [event.tid for event in merged.trace_events if event.name == "thread_name"]
     assert named == [1, 2, 3, 4]
-    one, other = timeline.summaries(merged)
+    one, other = tracefile.summaries(merged)
     assert one.stages == other.stages
     assert one.longest == other.longest
 
 
 def test_calls_of_a_rank_that_overlap_count_for_themselves() -> None:
     merged = tracefile.merge([a_trace(), a_trace()])
-    (alone,) = timeline.summaries(a_trace())
-    for summary in timeline.summaries(merged):
+    (alone,) = tracefile.summaries(a_trace())
+    for summary in tracefile.summaries(merged):
         assert summary.stages == alone.stages
         assert summary.longest == alone.longest
 
@@ -204,7 +204,7 @@ console.log(JSON.stringify([drawn, elements.tip.textContent]));
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="there is no JavaScript here")
 def test_the_page_draws_the_spans(tmp_path: Path) -> None:
-    page = timeline.page(a_trace(), [])
+    page = tracefile.page(a_trace(), [])
     script = tmp_path / "page.js"
     source = page.partition("<script>")[2].partition("</script>")[0]
     script.write_text(BROWSER + source.replace('"use strict";', "") + POINT)

@@ -37,11 +37,11 @@ from actorsnap import (
 )
 from actorsnap.planning.packing import Item, ObjectPlan, pack
 from actorsnap.protocol.uploader import BeginSave
-from actorsnap.runtime import taking, timeline, tracefile, uploader_client
+from actorsnap.runtime import taking, tracefile, uploader_client
 from actorsnap.runtime.host import Host
+from actorsnap.runtime.location import make_location
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.uploader_client import Uploader, find_uploader
-from actorsnap.runtime.validation import make_location
 from actorsnap.state.captured import Captured
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
@@ -144,7 +144,7 @@ def test_one_trace_shows_what_both_processes_did(tmp_path: Path) -> None:
     options = msgspec.structs.replace(OFFLOADED, trace=str(trace))
     Snapshot.async_take(f"{tmp_path}/s", state(1, 8 << 20), options=options).wait()
     assert uploader().pid is not None
-    (summary,) = timeline.summaries(tracefile.read(str(trace)))
+    (summary,) = tracefile.summaries(tracefile.read(str(trace)))
     moved = {stage.kind: stage.nbytes for stage in summary.stages}
     assert moved["hash"] == moved["store"] >= moved["stage"] >= 8 << 20
     did = {row.actor: row.kind for row in summary.about.actors}
@@ -285,7 +285,7 @@ def test_the_first_save_behind_a_warm_up_makes_no_block_and_no_process(tmp_path:
     wait_until(lambda: uploader().pid is not None)
     arena, pid = Host.get().resources.arena, uploader().pid
     before = os.fstat(arena.share()).st_blocks * 512
-    assert before == arena.free_bytes == 48 << 20
+    assert before == arena.statistics().free_bytes == 48 << 20
     Snapshot.async_take(str(tmp_path / "s"), state(1, 40 << 20), options=OFFLOADED).wait()
     assert os.fstat(arena.share()).st_blocks * 512 == before
     assert uploader().pid == pid

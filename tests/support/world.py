@@ -17,14 +17,15 @@ import anyio
 
 from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.budget import Budget
-from actorsnap.actors.commit import CommitActor, CommitTemplate
+from actorsnap.actors.commit import CommitActor
+from actorsnap.actors.items import SaveContext
 from actorsnap.actors.rounds import CoordinatorActor
-from actorsnap.actors.saver import Saver, SaveReports, SaveSettings
+from actorsnap.actors.saver import Saver
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.errors import StorageError
 from actorsnap.format.compression import Codec
-from actorsnap.format.manifest import SaveRecord, features_of
+from actorsnap.format.manifest import Commit, SaveRecord, features_of
 from actorsnap.planning.packing import PackingRules, RankPlan
 from actorsnap.protocol.failure import Failure
 from actorsnap.protocol.plan_cache import PlanCache
@@ -139,9 +140,22 @@ class SimulatedSave:
             rank=rank,
         )
         board = ProgressBoard(f"simulated rank {rank}")
-        participant = self.participants[rank] = Saver(
-            captured,
+        context = SaveContext(
             rank=rank,
+            copies=self.copies,
+            num_uploaders=2,
+            num_threads=2,
+            budget=self.budgets[rank],
+            errands=errands,
+            board=board,
+            on_staged=lambda: self.staged.add(rank),
+            on_failure=self.causes.append,
+            timeout_s=self.timeout_s,
+            release=self.release_of.get(rank, RELEASE),
+        )
+        participant = self.participants[rank] = Saver(
+            context,
+            captured,
             end=self._network.participant(rank),
             staging=StagingActor(
                 captured.leaves,
@@ -152,26 +166,12 @@ class SimulatedSave:
                 board=board,
             ),
             open_storage=open_storage,
-            settings=SaveSettings(
-                copies=self.copies,
-                num_uploaders=2,
-                num_threads=2,
-                timeout_s=self.timeout_s,
-                release=self.release_of.get(rank, RELEASE),
-            ),
-            budget=self.budgets[rank],
-            errands=errands,
-            reports=SaveReports(
-                board=board,
-                on_staged=lambda: self.staged.add(rank),
-                on_failure=self.causes.append,
-            ),
             remembered=self.remembered.get(rank),
         )
         self._network.begin(rank)
         async with anyio.create_task_group() as tasks:
             if rank == 0:
-                tasks.start_soon(self._coordinator(storage, errands, memory).run)
+                tasks.start_soon(self._coordinator(storage, context, memory).run)
             failure = await participant.run()
         self.outcomes[rank] = failure
         self.told_s[rank] = anyio.current_time()
@@ -182,7 +182,7 @@ class SimulatedSave:
         self._network.silence(rank)
 
     def _coordinator(
-        self, storage: Storage, errands: AbandonableTasks, memory: PlanCache
+        self, storage: Storage, context: SaveContext, memory: PlanCache
     ) -> CoordinatorActor:
         save = SaveRecord(
             world_size=len(self.states),
@@ -209,19 +209,21 @@ class SimulatedSave:
             memory=memory,
         )
         end = self._network.coordinator()
-        committer = CommitActor(
-            template=CommitTemplate(
+
+        def fill(payloads: Mapping[int, bytes]) -> Commit:
+            return save.commit(
                 attempt=self.attempt,
                 created="2026-01-01T00:00:00.000000Z",
-                save=save,
-                overwrite=self.overwrite,
-            ),
-            records=decisions.records,
-            storage=storage,
-            errands=errands,
+                manifests=decisions.records(payloads),
+            )
+
+        committer = CommitActor(
+            context,
+            fill,
+            storage,
+            overwrite=self.overwrite,
             absence=end.absence,
             deadline=anyio.current_time() + self.timeout_s,
-            on_failure=self.causes.append,
         )
         return CoordinatorActor(
             machine=Coordinator(world_size=len(self.states)),
