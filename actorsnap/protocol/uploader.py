@@ -162,7 +162,7 @@ class CancelSave(_Frame, frozen=True, tag="x"):
 
 
 class EndReceived(_Frame, frozen=True, tag="m"):
-    """An end of the rank's mailbox has received an item (``transport.relay``)."""
+    """An end of the rank's mailbox has received an item (``transport.ends``)."""
 
     number: int
     to_coordinator: bool

@@ -20,6 +20,7 @@ import msgspec
 
 from actorsnap.errors import describe, text_of
 from actorsnap.log import Log
+from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
 __all__ = [
     "PIECE_BYTES",
@@ -43,6 +44,10 @@ PIECE_BYTES = 4 << 20
 _MAX_REUSED_BYTES = 64 << 10
 _FOREVER = timedelta(days=365)
 """torch prints a warning each time a timeout expires."""
+
+_encoder = msgspec.msgpack.Encoder()
+_up_decoder = msgspec.msgpack.Decoder(ToCoordinator)
+_down_decoder = msgspec.msgpack.Decoder(FromCoordinator)
 
 _HELLO_MAX_S = 60.0
 _MAX_PARTIAL = 256
@@ -181,8 +186,6 @@ class Mailbox:
         keys: Sequence[str],
         rank: int,
         token: bytes,
-        up: Any,
-        down: Any,
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -204,9 +207,6 @@ class Mailbox:
         self._received = [0, 0, 0]
         self._num_undecodable = 0
         self._is_continued = False
-        self._up_decoder = msgspec.msgpack.Decoder(up)
-        self._down_decoder = msgspec.msgpack.Decoder(down)
-        self._encoder = msgspec.msgpack.Encoder()
         store_for: dict[str, QueueStore] = {"send": store, "receive": store}
         self._threads = [
             threading.Thread(
@@ -322,7 +322,7 @@ class Mailbox:
             payload = b"".join([*pieces.pop(place), payload])
             frame = msgspec.structs.replace(frame, payload=b"")
         self._received[0] += 1
-        decoder = self._up_decoder if frame.kind is Kind.UP else self._down_decoder
+        decoder = _up_decoder if frame.kind is Kind.UP else _down_decoder
         return Delivered(frame, decoder.decode(payload))
 
     def _send(self, store: QueueStore) -> None:
@@ -342,7 +342,7 @@ class Mailbox:
                 if isinstance(job, tuple):
                     to, what = job
                     if isinstance(what, Frame):
-                        self._push(store, to, self._encoder.encode(what))
+                        self._push(store, to, _encoder.encode(what))
                     else:
                         encoded = self._push_message(store, to, what, encoded)
                 beat = self._beat_to_send()
@@ -373,7 +373,7 @@ class Mailbox:
         """Encodes a message to many ranks once."""
         if encoded[0] is not job.message:
             try:
-                encoded = (job.message, self._encoder.encode(job.message))
+                encoded = (job.message, _encoder.encode(job.message))
             except Exception as error:  # a defect, limited to one message
                 logger.exception("%s: a message cannot be encoded", self._keys[self._rank])
                 self._post(Fault(f"a message cannot be encoded: {describe(error)}", job.number))
@@ -383,7 +383,7 @@ class Mailbox:
             piece = payload[begin : begin + PIECE_BYTES]
             is_last = begin + PIECE_BYTES >= len(payload)
             frame = Frame(job.kind, self._rank, job.token, job.number, piece, is_last)
-            self._push(store, to, self._encoder.encode(frame))
+            self._push(store, to, _encoder.encode(frame))
         self._sent[0] += 1
         return encoded if len(payload) <= _MAX_REUSED_BYTES else (None, b"")
 

@@ -34,7 +34,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -42,6 +42,7 @@ import msgspec
 
 from actorsnap.errors import UsageError
 from actorsnap.log import Log
+from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 from actorsnap.transport.ends import Began, Broken, PeerLost
 from actorsnap.transport.mailbox import (
     Beat,
@@ -68,9 +69,7 @@ __all__ = [
 
 logger = Log(__name__)
 
-Up = TypeVar("Up")
-Down = TypeVar("Down")
-In = TypeVar("In")
+_Received: TypeAlias = ToCoordinator | FromCoordinator | Began | PeerLost | Broken
 
 _COORDINATOR = 0
 _MAX_LOOK_S = 1.0
@@ -86,15 +85,15 @@ _TOKEN_BYTES = 8
 _NO_PULSE = msgspec.msgpack.encode(Pulse(0.0))
 
 
-class _End(Generic[In]):
+class _End:
     """Queues items for one party of one save. On the loop only."""
 
-    def __init__(self, port: StorePort[Any, Any], number: int, lost_after_s: float) -> None:
+    def __init__(self, port: StorePort, number: int, lost_after_s: float) -> None:
         self._port = port
         self._number = number
         self._lost_after_s = lost_after_s
         self._look_s = min(_MAX_LOOK_S, lost_after_s / 8)
-        self._items: deque[In | Began | PeerLost | Broken] = deque()
+        self._items: deque[_Received] = deque()
         self._came: anyio.Event | None = None
         self._heard: dict[int, float] = {}
         self._reported: set[int] = set()
@@ -104,7 +103,7 @@ class _End(Generic[In]):
         self._asked_s: float | None = None
         self._away_s = 0.0
 
-    def put(self, item: In | Began | PeerLost | Broken) -> None:
+    def put(self, item: _Received) -> None:
         if self._is_broken:
             return
         self._is_broken = isinstance(item, Broken)
@@ -162,10 +161,10 @@ class _End(Generic[In]):
             self.lose(rank, silent_s)
 
 
-class StoreParticipant(_End[Down], Generic[Up, Down]):
+class StoreParticipant(_End):
     """A rank's end of one save; see ``transport.ends.ParticipantEnd``."""
 
-    colleague: StoreCoordinator[Up, Down] | None = None
+    colleague: StoreCoordinator | None = None
     is_orphan = False
     is_coordinated = False
 
@@ -173,7 +172,7 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
         self._port._dispatch()
         return self.is_coordinated or self.colleague is not None
 
-    async def send(self, message: Up) -> None:
+    async def send(self, message: ToCoordinator) -> None:
         self._check()
         if self.is_orphan:
             return
@@ -182,14 +181,11 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
         else:
             self._port._send_up(self._number, message)
 
-    async def receive(self) -> Down | PeerLost | Broken:
-        return cast("Down | PeerLost | Broken", await super().receive())
 
-
-class StoreCoordinator(_End[Up], Generic[Up, Down]):
+class StoreCoordinator(_End):
     """The coordinator's end of one save; see ``transport.ends.CoordinatorEnd``."""
 
-    colleague: StoreParticipant[Up, Down]
+    colleague: StoreParticipant
 
     def began(self, rank: int, tag: bytes | None) -> None:
         if tag and rank not in self._begun:
@@ -205,18 +201,15 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
             "have given it up"
         )
 
-    async def send(self, rank: int, message: Down) -> None:
+    async def send(self, rank: int, message: FromCoordinator) -> None:
         self._check()
         if rank == self._port.rank:
             self.colleague.put(message)
         else:
             self._port._send_down(rank, self._number, message)
 
-    async def receive(self) -> Up | Began | PeerLost | Broken:
-        return cast("Up | Began | PeerLost | Broken", await super().receive())
 
-
-class StoreSave(Generic[Up, Down]):
+class StoreSave:
     """This process' part in one save; ``coordinator`` on rank 0 only.
 
     Attributes:
@@ -224,15 +217,13 @@ class StoreSave(Generic[Up, Down]):
         tag: See ``Began``.
     """
 
-    def __init__(
-        self, port: StorePort[Up, Down], number: int, lost_after_s: float, tag: bytes
-    ) -> None:
+    def __init__(self, port: StorePort, number: int, lost_after_s: float, tag: bytes) -> None:
         self._port = port
         self.number = number
         self.tag = tag
         self.lost_after_s = lost_after_s
-        self.participant: StoreParticipant[Up, Down] = StoreParticipant(port, number, lost_after_s)
-        self.coordinator: StoreCoordinator[Up, Down] | None = None
+        self.participant: StoreParticipant = StoreParticipant(port, number, lost_after_s)
+        self.coordinator: StoreCoordinator | None = None
         if port.rank == _COORDINATOR:
             self.coordinator = StoreCoordinator(port, number, lost_after_s)
             # Messages within rank 0 bypass the store.
@@ -249,13 +240,13 @@ class StoreSave(Generic[Up, Down]):
         """Thread-safe and idempotent."""
         self._port._run_on_loop(lambda: self._port._end(self))
 
-    def __enter__(self) -> StoreSave[Up, Down]:
+    def __enter__(self) -> StoreSave:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ends(self) -> list[_End[Any]]:
+    def _ends(self) -> list[_End]:
         return [self.participant, *([] if self.coordinator is None else [self.coordinator])]
 
 
@@ -272,7 +263,7 @@ class PortTiming:
     clock: Callable[[], float] = time.monotonic
 
 
-class StorePort(Generic[Up, Down]):
+class StorePort:
     """One process' access to the mailboxes of a group.
 
     Args:
@@ -289,8 +280,6 @@ class StorePort(Generic[Up, Down]):
         namespace: str,
         rank: int,
         world_size: int,
-        up: Any,
-        down: Any,
         call_soon: Callable[[Callable[[], None]], None],
         timing: PortTiming | None = None,
         first_number: int = 0,
@@ -312,13 +301,13 @@ class StorePort(Generic[Up, Down]):
         if session is None and rank == _COORDINATOR:
             session = self._token
         self._session = session
-        self._before_welcome: list[tuple[int, Up]] = []
+        self._before_welcome: list[tuple[int, ToCoordinator]] = []
         self._unproven: deque[Delivered] = deque()
         self._left: set[int] = set()
 
         self._numbering = threading.Lock()
         self._next_number = first_number
-        self._open: dict[int, StoreSave[Up, Down]] = {}
+        self._open: dict[int, StoreSave] = {}
         self._kept: dict[int, list[Delivered]] = {}
         self._forgotten: set[int] = set()
         self._ended: set[int] = set()
@@ -337,8 +326,6 @@ class StorePort(Generic[Up, Down]):
             keys=[f"actorsnap/{namespace}/{other}" for other in range(world_size)],
             rank=rank,
             token=self._token,
-            up=up,
-            down=down,
             wake=self._wake,
             clock=self._clock,
         )
@@ -369,7 +356,7 @@ class StorePort(Generic[Up, Down]):
 
     def begin(
         self, *, lost_after_s: float = 30.0, number: int | None = None, tag: bytes = b""
-    ) -> StoreSave[Up, Down]:
+    ) -> StoreSave:
         """Begins a save. From any thread, in the same order on all ranks.
 
         Args:
@@ -391,7 +378,7 @@ class StorePort(Generic[Up, Down]):
             self._run_on_loop(lambda: self._register(save))
             return save
 
-    def begin_after(self, save: StoreSave[Up, Down]) -> StoreSave[Up, Down] | None:
+    def begin_after(self, save: StoreSave) -> StoreSave | None:
         """Begins the save after ``save``, with its tag, unless it has begun. On the loop."""
         with self._numbering:
             number = self._next_number
@@ -403,7 +390,7 @@ class StorePort(Generic[Up, Down]):
         self._register(following)
         return following
 
-    def send_late(self, rank: int, number: int, message: Down) -> None:
+    def send_late(self, rank: int, number: int, message: FromCoordinator) -> None:
         """Sends a message in a save that ended here."""
         self._send_down(rank, number, message)
 
@@ -498,7 +485,7 @@ class StorePort(Generic[Up, Down]):
             self._fault = fault.reason
             self._break(list(self._open.values()), fault.reason)
 
-    def _break(self, saves: list[StoreSave[Up, Down]], reason: str) -> None:
+    def _break(self, saves: list[StoreSave], reason: str) -> None:
         for save in saves:
             for end in save._ends():
                 end.put(Broken(reason=reason))
@@ -633,7 +620,7 @@ class StorePort(Generic[Up, Down]):
         if self._awaited.get(sender) != before:
             self._set_beat()
 
-    def _deliver(self, save: StoreSave[Up, Down], arrived: Delivered) -> None:
+    def _deliver(self, save: StoreSave, arrived: Delivered) -> None:
         if arrived.frame.kind is Kind.DOWN:
             save.participant.is_coordinated = True
             save.participant.put(arrived.content)
@@ -653,7 +640,7 @@ class StorePort(Generic[Up, Down]):
             *(self._label, frame.kind.name, frame.sender, frame.number, why),
         )
 
-    def _register(self, save: StoreSave[Up, Down]) -> None:
+    def _register(self, save: StoreSave) -> None:
         number = save.number
         if number < self._ended_below or number in self._ended:
             return  # closed before it was registered
@@ -694,7 +681,7 @@ class StorePort(Generic[Up, Down]):
                 self._ended.add(gap)
         self._raise_ended_below()
 
-    def _end(self, save: StoreSave[Up, Down]) -> None:
+    def _end(self, save: StoreSave) -> None:
         number = save.number
         for end in save._ends():
             end.close()
@@ -756,17 +743,17 @@ class StorePort(Generic[Up, Down]):
     def _put(self, to: int, kind: Kind, token: bytes, payload: bytes = b"") -> None:
         self._mailbox.put(to, Frame(kind, self.rank, token, payload=payload))
 
-    def _send_up(self, number: int, message: Up) -> None:
+    def _send_up(self, number: int, message: ToCoordinator) -> None:
         if self._session is None:
             self._before_welcome.append((number, message))
         else:
             self._mailbox.put(_COORDINATOR, Outgoing(Kind.UP, number, message, self._session))
 
-    def _send_down(self, to: int, number: int, message: Down) -> None:
+    def _send_down(self, to: int, number: int, message: FromCoordinator) -> None:
         self._mailbox.put(to, Outgoing(Kind.DOWN, number, message, self._own_session))
 
 
-_ports: weakref.WeakSet[StorePort[Any, Any]] = weakref.WeakSet()
+_ports: weakref.WeakSet[StorePort] = weakref.WeakSet()
 
 
 def _close_all() -> None:
