@@ -36,7 +36,6 @@ from actorsnap.protocol.messages import (
     Proceed,
     ToCoordinator,
 )
-from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import (
     Continue,
     Coordinator,
@@ -56,6 +55,7 @@ from actorsnap.protocol.save import (
     Details,
     Joined,
     ManifestStored,
+    PlanCache,
     Question,
     SaveDecisions,
     Token,

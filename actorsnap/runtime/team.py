@@ -16,20 +16,22 @@ from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.packing import RankPlan
 from actorsnap.protocol.messages import Aborted, CallKind, Label
-from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.roll import RollCall
+from actorsnap.protocol.save import PlanCache
 from actorsnap.protocol.uploader import LeaveTeam, TakeOver
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
 from actorsnap.state.process_group import Group, find_group, find_prefix
 from actorsnap.transport.ends import RelayedEnds
-from actorsnap.transport.store import PortTiming, StorePort
+from actorsnap.transport.store import CONNECT_S, StorePort
 
 __all__ = ["Membership", "Team", "TeamCall", "TeamMemory", "find_team", "open_port"]
 
 logger = Log(__name__)
 
 _AGAIN_S = 10.0
+"""The store has hardly come back, and no rank is starting."""
+
 _ANSWER = timedelta(seconds=30)
 
 
@@ -80,8 +82,7 @@ class Team(TeamMemory):
             world_size=group.world_size,
             call_soon=self._host.call_soon,
             first_number=0 if before is None else before.port.next_number,
-            # The store has hardly come back, and no rank is starting.
-            timing=None if before is None else PortTiming(connect_s=_AGAIN_S),
+            connect_s=CONNECT_S if before is None else _AGAIN_S,
         )
 
     @property
@@ -243,7 +244,7 @@ class TeamCall:
         if self.number != self._first_number or not self._renew():
             return False
         for rank in range(1, self._port.world_size):
-            self._port.send_late(rank, self._first_number, aborted)
+            self._port.send_down(rank, self._first_number, aborted)
         assert self.coordinator is not None
         assert self._save.coordinator is not None
         self.coordinator.move(self._save.coordinator)

@@ -33,7 +33,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import anyio
@@ -58,13 +57,11 @@ from actorsnap.transport.mailbox import (
 )
 
 __all__ = [
-    "PortTiming",
-    "QueueStore",
+    "CONNECT_S",
     "StoreCoordinator",
     "StoreParticipant",
     "StorePort",
     "StoreSave",
-    "StoreStatistics",
 ]
 
 logger = Log(__name__)
@@ -77,8 +74,11 @@ _GIVEN_UP = 2 / 3
 """Part of ``lost_after_s`` after which an absent process may have been given up: others may have
 last heard it ``lost_after_s`` / 6 or slightly more before its absence.
 """
-_MAX_KEPT_NUMBERS = 16
 _MAX_UNPROVEN = 256
+
+CONNECT_S = 60.0
+"""Time without a connection after which the store is lost."""
+
 _EXIT_S = 2.0
 
 _TOKEN_BYTES = 8
@@ -148,7 +148,7 @@ class _End:
         now = self._port._look(2 * self._look_s)
         if self._asked_s is None:
             self._asked_s = now
-        connect_s = self._port._timing.connect_s
+        connect_s = self._port._connect_s
         if not self._port.is_connected and now - self._asked_s > connect_s:
             self.put(Broken(reason=f"the job's store has not answered for {connect_s:g} s"))
         silent = [
@@ -206,7 +206,7 @@ class StoreCoordinator(_End):
         if rank == self._port.rank:
             self.colleague.put(message)
         else:
-            self._port._send_down(rank, self._number, message)
+            self._port.send_down(rank, self._number, message)
 
 
 class StoreSave:
@@ -250,19 +250,6 @@ class StoreSave:
         return [self.participant, *([] if self.coordinator is None else [self.coordinator])]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortTiming:
-    """Timing of a port, in seconds.
-
-    Attributes:
-        clock: Measures silence only.
-    """
-
-    beat_s: float = 5.0
-    connect_s: float = 60.0
-    clock: Callable[[], float] = time.monotonic
-
-
 class StorePort:
     """One process' access to the mailboxes of a group.
 
@@ -270,6 +257,7 @@ class StorePort:
         store: Cloned by the daemon threads, then released.
         namespace: Identifies the job and the group; unique within the store.
         call_soon: Runs a callback on the event loop of the ends; thread-safe.
+        clock: Measures silence only; in seconds.
         session: Session of another process' port to continue, if any.
     """
 
@@ -281,7 +269,9 @@ class StorePort:
         rank: int,
         world_size: int,
         call_soon: Callable[[Callable[[], None]], None],
-        timing: PortTiming | None = None,
+        beat_s: float = 5.0,
+        connect_s: float = CONNECT_S,
+        clock: Callable[[], float] = time.monotonic,
         first_number: int = 0,
         session: bytes | None = None,
     ) -> None:
@@ -290,8 +280,9 @@ class StorePort:
         self.namespace = namespace
         self._label = f"{namespace}/{rank}"
         self._call_soon = call_soon
-        self._timing = timing or PortTiming()
-        self._clock = self._timing.clock
+        self._beat_s = beat_s
+        self._connect_s = connect_s
+        self._clock = clock
         self._pid = os.getpid()
         self._is_closing = False
         self._fault: str | None = None
@@ -309,7 +300,6 @@ class StorePort:
         self._next_number = first_number
         self._open: dict[int, StoreSave] = {}
         self._kept: dict[int, list[Delivered]] = {}
-        self._forgotten: set[int] = set()
         self._ended: set[int] = set()
         self._ended_below = first_number
 
@@ -319,7 +309,6 @@ class StorePort:
         self._active_s = 0.0
         self._looked_s = self._beaten_s = self._clock()
 
-        self._num_dropped = 0
         self._is_dispatch_due = False
         self._mailbox = Mailbox(
             store,
@@ -366,7 +355,11 @@ class StorePort:
         Raises:
             UsageError: The process was forked from the port's.
         """
-        self._check_process()
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"the connection to the job's store belongs to process {self._pid}, which this "
+                "process was forked from. Save in the process that initialised the process group"
+            )
         with self._numbering:
             if number is None:
                 number = self._next_number
@@ -390,13 +383,9 @@ class StorePort:
         self._register(following)
         return following
 
-    def send_late(self, rank: int, number: int, message: FromCoordinator) -> None:
-        """Sends a message in a save that ended here."""
-        self._send_down(rank, number, message)
-
+    @property
     def statistics(self) -> StoreStatistics:
-        """Thread-safe."""
-        return self._mailbox.statistics(self._num_dropped)
+        return self._mailbox.statistics
 
     def close(self, timeout_s: float = 8.0, *, is_continued: bool = False) -> None:
         """Sends queued messages and *bye*, empties the mailbox, and ends the threads.
@@ -425,13 +414,6 @@ class StorePort:
             self._mailbox.stop(is_continued=is_continued)
         self._mailbox.join(timeout_s)
 
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"the connection to the job's store belongs to process {self._pid}, which this "
-                "process was forked from. Save in the process that initialised the process group"
-            )
-
     def _wake(self) -> None:
         if not self._is_dispatch_due:
             self._is_dispatch_due = True
@@ -451,8 +433,10 @@ class StorePort:
             arrived = self._mailbox.arrived.popleft()
             if isinstance(arrived, Fault):
                 self._on_fault(arrived)
+            elif self.rank == _COORDINATOR:
+                self._on_frame_up(arrived)
             else:
-                self._on_frame(arrived)
+                self._on_frame_down(arrived)
 
     def _look(self, max_step_s: float) -> float:
         """Returns the seconds during which this process could receive."""
@@ -489,12 +473,6 @@ class StorePort:
         for save in saves:
             for end in save._ends():
                 end.put(Broken(reason=reason))
-
-    def _on_frame(self, arrived: Delivered) -> None:
-        if self.rank == _COORDINATOR:
-            self._on_frame_up(arrived)
-        else:
-            self._on_frame_down(arrived)
 
     def _on_frame_up(self, arrived: Delivered) -> None:
         frame = arrived.frame
@@ -589,18 +567,9 @@ class StorePort:
             self._drop(frame, "its save has ended")
         else:
             self._kept.setdefault(number, []).append(arrived)
-            while len(self._kept) > _MAX_KEPT_NUMBERS:
-                oldest = min(self._kept)
-                logger.warning(
-                    "%s: forgot what came for save %d, which has not begun here, though others "
-                    "are at %d",
-                    *(self._label, oldest, max(self._kept)),
-                )
-                self._num_dropped += len(self._kept.pop(oldest))
-                self._forgotten.add(oldest)
 
     def _is_over(self, number: int) -> bool:
-        return number < self._ended_below or number in self._ended or number in self._forgotten
+        return number < self._ended_below or number in self._ended
 
     def _on_pulse(self, sender: int, pulse: Pulse) -> None:
         for number in (*pulse.open, *pulse.awaited):
@@ -634,7 +603,7 @@ class StorePort:
             listener.heard(sender, self._active_s)
 
     def _drop(self, frame: Frame, why: str) -> None:
-        self._num_dropped += 1
+        self.statistics.num_dropped += 1
         logger.debug(
             "%s: dropped a frame (%s of rank %d, save %d): %s",
             *(self._label, frame.kind.name, frame.sender, frame.number, why),
@@ -642,7 +611,7 @@ class StorePort:
 
     def _register(self, save: StoreSave) -> None:
         number = save.number
-        if number < self._ended_below or number in self._ended:
+        if self._is_over(number):
             return  # closed before it was registered
         now = self._clock()
         self._note_absence(now)
@@ -654,9 +623,6 @@ class StorePort:
         self._mailbox.wakes_on_beat = False
         if self._fault is not None:
             self._break([save], self._fault)
-            return
-        if number in self._forgotten:
-            self._break([save], f"this rank is more than {_MAX_KEPT_NUMBERS} saves behind others")
             return
         if save.coordinator is not None:
             save.coordinator.began(_COORDINATOR, save.tag)
@@ -677,7 +643,7 @@ class StorePort:
     def _leave_out(self, number: int) -> None:
         for gap in range(self._ended_below, number):
             if gap not in self._open:
-                self._num_dropped += len(self._kept.pop(gap, ()))
+                self.statistics.num_dropped += len(self._kept.pop(gap, ()))
                 self._ended.add(gap)
         self._raise_ended_below()
 
@@ -685,12 +651,11 @@ class StorePort:
         number = save.number
         for end in save._ends():
             end.close()
-        if number < self._ended_below or number in self._ended:
+        if self._is_over(number):
             return
         self._open.pop(number, None)
         self._mailbox.wakes_on_beat = not self._open
         self._kept.pop(number, None)
-        self._forgotten.discard(number)
         self._ended.add(number)
         self._raise_ended_below()
         self._set_beat()
@@ -719,7 +684,7 @@ class StorePort:
                     self._mailbox.put(other, frame)
             return
         every_s = min(
-            self._timing.beat_s,
+            self._beat_s,
             *[save.lost_after_s / 6 for save in self._open.values()],
             *[pulse.every_s for pulse in self._awaited.values()],
         )
@@ -749,7 +714,8 @@ class StorePort:
         else:
             self._mailbox.put(_COORDINATOR, Outgoing(Kind.UP, number, message, self._session))
 
-    def _send_down(self, to: int, number: int, message: FromCoordinator) -> None:
+    def send_down(self, to: int, number: int, message: FromCoordinator) -> None:
+        """Sends to a rank, also in a save that ended here."""
         self._mailbox.put(to, Outgoing(Kind.DOWN, number, message, self._own_session))
 
 

@@ -129,7 +129,7 @@ def saves(me: Rank, how: str) -> dict[str, Any]:
     me.say(None)
     me.hear()  # rank 0 may host the store
     port.close()
-    statistics = port.statistics()
+    statistics = port.statistics
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
