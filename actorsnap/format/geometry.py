@@ -61,7 +61,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     def intersect(self, other: Box) -> Box | None:
         """Returns the shared box; None if it is empty."""
-        self._check_ndim(other)
         offsets: list[int] = []
         sizes: list[int] = []
         for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True):
@@ -75,7 +74,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
 
     def contains(self, other: Box) -> bool:
         """Whether this box contains ``other``, whose bounds count even if it is empty."""
-        self._check_ndim(other)
         return all(
             a <= b and b + m <= a + n
             for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
@@ -97,10 +95,6 @@ class Box(msgspec.Struct, frozen=True, gc=False):
             Box(o, (*s[:dim], at, *s[dim + 1 :])),
             Box((*o[:dim], o[dim] + at, *o[dim + 1 :]), (*s[:dim], s[dim] - at, *s[dim + 1 :])),
         )
-
-    def _check_ndim(self, other: Box) -> None:
-        if len(self.sizes) != len(other.sizes):
-            raise ValueError(f"boxes of different numbers of dims: {self} and {other}")
 
 
 def covers_exactly(whole: Box, parts: Sequence[Box]) -> bool:

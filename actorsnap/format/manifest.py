@@ -194,14 +194,10 @@ class SaveRecord(_Data, frozen=True, kw_only=True):
     ) -> Commit:
         return Commit(
             version=FORMAT_VERSION,
-            features=self.features,
-            world_size=self.world_size,
             attempt=attempt,
             created=created,
             manifests=manifests,
-            fsync=self.fsync,
-            step=self.step,
-            metadata=self.metadata,
+            **msgspec.structs.asdict(self),
         )
 
 

@@ -165,6 +165,9 @@ class RelayedEnds:
     def __init__(self, wire: RelayLink, *, rank: int) -> None:
         self.participant = RelayedParticipant(wire)
         self.coordinator = RelayedCoordinator(wire) if rank == 0 else None
+        self._ends: list[_RelayedEnd] = [self.participant]
+        if self.coordinator is not None:
+            self._ends.append(self.coordinator)
 
     def put(self, to_coordinator: bool, item: Item) -> None:
         end = self.coordinator if to_coordinator else self.participant
@@ -173,21 +176,18 @@ class RelayedEnds:
 
     def move(self, wire: RelayLink) -> None:
         """Connects the ends to another wire; messages in transit may be lost."""
-        for end in self._ends():
+        for end in self._ends:
             end.wire = wire
             end.put(TakenOver())
 
     def break_off(self, reason: str) -> None:
-        for end in self._ends():
+        for end in self._ends:
             end.put(Broken(reason=reason))
 
     def close(self) -> None:
         """Idempotent."""
-        for end in self._ends():
+        for end in self._ends:
             end.close()
-
-    def _ends(self) -> list[_RelayedEnd]:
-        return [self.participant, *([] if self.coordinator is None else [self.coordinator])]
 
 
 class InprocEnds(RelayedEnds):

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import secrets
 import threading
@@ -222,10 +221,12 @@ class StoreSave:
         self.number = number
         self.tag = tag
         self.lost_after_s = lost_after_s
-        self.participant: StoreParticipant = StoreParticipant(port, number, lost_after_s)
+        self.participant = StoreParticipant(port, number, lost_after_s)
         self.coordinator: StoreCoordinator | None = None
+        self.ends: list[_End] = [self.participant]
         if port.rank == _COORDINATOR:
             self.coordinator = StoreCoordinator(port, number, lost_after_s)
+            self.ends.append(self.coordinator)
             # Messages within rank 0 bypass the store.
             self.coordinator.colleague = self.participant
             self.participant.colleague = self.coordinator
@@ -234,7 +235,7 @@ class StoreSave:
     def scope(self) -> str:
         """Prefix for keys in the store: unique to this save, equal on all ranks."""
         port = self._port
-        return f"actorsnap/{port.namespace}/{(port._session or b'').hex()}/{self.number}"
+        return f"actorsnap/{port.namespace}/{(port.session or b'').hex()}/{self.number}"
 
     def close(self) -> None:
         """Thread-safe and idempotent."""
@@ -246,9 +247,6 @@ class StoreSave:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ends(self) -> list[_End]:
-        return [self.participant, *([] if self.coordinator is None else [self.coordinator])]
-
 
 class StorePort:
     """One process' access to the mailboxes of a group.
@@ -259,6 +257,9 @@ class StorePort:
         call_soon: Runs a callback on the event loop of the ends; thread-safe.
         clock: Measures silence only; in seconds.
         session: Session of another process' port to continue, if any.
+
+    Attributes:
+        session: None until rank 0 has answered. On the loop only.
     """
 
     def __init__(
@@ -291,17 +292,17 @@ class StorePort:
         # The other ranks get the session with the welcome.
         if session is None and rank == _COORDINATOR:
             session = self._token
-        self._session = session
+        self.session = session
         self._before_welcome: list[tuple[int, ToCoordinator]] = []
         self._unproven: deque[Delivered] = deque()
         self._left: set[int] = set()
 
         self._numbering = threading.Lock()
-        self._next_number = first_number
+        self.next_number = first_number
         self._open: dict[int, StoreSave] = {}
         self._kept: dict[int, list[Delivered]] = {}
-        self._ended: set[int] = set()
-        self._ended_below = first_number
+        # On the loop, which may register a save later than it is begun.
+        self._registered_below = first_number
 
         # By sender: saves that this process has not begun.
         self._awaited: dict[int, Pulse] = {}
@@ -329,20 +330,6 @@ class StorePort:
     def is_broken(self) -> bool:
         return self._fault is not None or self._is_closing
 
-    @property
-    def session(self) -> bytes | None:
-        """None until rank 0 has answered. On the loop only."""
-        return self._session
-
-    @property
-    def _own_session(self) -> bytes:
-        assert self._session is not None
-        return self._session
-
-    @property
-    def next_number(self) -> int:
-        return self._next_number
-
     def begin(
         self, *, lost_after_s: float = 30.0, number: int | None = None, tag: bytes = b""
     ) -> StoreSave:
@@ -362,11 +349,9 @@ class StorePort:
             )
         with self._numbering:
             if number is None:
-                number = self._next_number
-            else:
-                assert number >= self._next_number
-                self._run_on_loop(functools.partial(self._leave_out, number))
-            self._next_number = number + 1
+                number = self.next_number
+            assert number >= self.next_number
+            self.next_number = number + 1
             save = StoreSave(self, number, lost_after_s, tag)
             self._run_on_loop(lambda: self._register(save))
             return save
@@ -374,10 +359,10 @@ class StorePort:
     def begin_after(self, save: StoreSave) -> StoreSave | None:
         """Begins the save after ``save``, with its tag, unless it has begun. On the loop."""
         with self._numbering:
-            number = self._next_number
+            number = self.next_number
             if number != save.number + 1:
                 return None
-            self._next_number = number + 1
+            self.next_number = number + 1
         following = StoreSave(self, number, save.lost_after_s, save.tag)
         # Its messages must not overtake its heartbeat.
         self._register(following)
@@ -405,12 +390,12 @@ class StorePort:
                 Fault("this process has closed its access to the job's store")
             )
             self._wake()
-            if self._session is not None and not is_continued:
+            if self.session is not None and not is_continued:
                 others = [_COORDINATOR]
                 if self.rank == _COORDINATOR:
                     others = list(self._mailbox.present)
                 for other in others:
-                    self._put(other, Kind.BYE, self._session)
+                    self._put(other, Kind.BYE, self.session)
             self._mailbox.stop(is_continued=is_continued)
         self._mailbox.join(timeout_s)
 
@@ -458,7 +443,7 @@ class StorePort:
             self._beaten_s = now  # no other rank has heard this process yet
         away_s = max(away_s, now - self._beaten_s)
         for save in self._open.values():
-            for end in save._ends():
+            for end in save.ends:
                 end._away_s = max(end._away_s, away_s)
 
     def _on_fault(self, fault: Fault) -> None:
@@ -471,7 +456,7 @@ class StorePort:
 
     def _break(self, saves: list[StoreSave], reason: str) -> None:
         for save in saves:
-            for end in save._ends():
+            for end in save.ends:
                 end.put(Broken(reason=reason))
 
     def _on_frame_up(self, arrived: Delivered) -> None:
@@ -484,11 +469,12 @@ class StorePort:
             self._left.discard(sender)
             self._mailbox.present[sender] = None
             self._awaited.pop(sender, None)
-            self._put(sender, Kind.WELCOME, self._own_session, frame.token)
+            assert self.session is not None
+            self._put(sender, Kind.WELCOME, self.session, frame.token)
             for number in self._open:
                 self._heard(number, sender)
             return
-        if frame.token != self._session:
+        if frame.token != self.session:
             if frame.kind in (Kind.UP, Kind.BEAT):
                 self._put(sender, Kind.BYE, frame.token)
             self._drop(frame, "another session")
@@ -516,11 +502,11 @@ class StorePort:
                 self._drop(frame, "for another process with this rank: two jobs use one store")
         elif frame.kind in (Kind.HELLO, Kind.UP, Kind.STOP):
             self._drop(frame, "it is not for a rank other than 0")
-        elif self._session is None:
+        elif self.session is None:
             self._unproven.append(arrived)
             if len(self._unproven) > _MAX_UNPROVEN:
                 self._drop(self._unproven.popleft().frame, "too many before the welcome")
-        elif frame.token != self._session:
+        elif frame.token != self.session:
             self._drop(frame, "another session")
         elif frame.kind is Kind.BYE:
             self._on_coordinator_left()
@@ -528,11 +514,11 @@ class StorePort:
             self._on_proven(arrived)
 
     def _on_welcome(self, session: bytes) -> None:
-        if session == self._session:
+        if session == self.session:
             return
-        if self._session is not None:
+        if self.session is not None:
             self._on_coordinator_left()
-        self._session = session
+        self.session = session
         self._set_beat()  # announces the saves to rank 0
         for number, message in self._before_welcome:
             self._send_up(number, message)
@@ -545,7 +531,7 @@ class StorePort:
         self._set_beat()
 
     def _on_coordinator_left(self) -> None:
-        self._session = None
+        self.session = None
         self._awaited.clear()
         for save in self._open.values():
             # A later session reuses these numbers.
@@ -563,13 +549,10 @@ class StorePort:
         if save is not None:
             self._heard(number, frame.sender)
             self._deliver(save, arrived)
-        elif self._is_over(number):
+        elif number < self._registered_below:
             self._drop(frame, "its save has ended")
         else:
             self._kept.setdefault(number, []).append(arrived)
-
-    def _is_over(self, number: int) -> bool:
-        return number < self._ended_below or number in self._ended
 
     def _on_pulse(self, sender: int, pulse: Pulse) -> None:
         for number in (*pulse.open, *pulse.awaited):
@@ -581,7 +564,7 @@ class StorePort:
             elif save is not None:
                 # Other ranks receive from rank 0 only.
                 save.participant.is_coordinated = True
-        awaited = [n for n in pulse.open if n not in self._open and not self._is_over(n)]
+        awaited = [number for number in pulse.open if number >= self._registered_below]
         before = self._awaited.pop(sender, None)
         if awaited:
             tags = tuple([pulse.tag(number) or b"" for number in awaited])
@@ -611,8 +594,9 @@ class StorePort:
 
     def _register(self, save: StoreSave) -> None:
         number = save.number
-        if self._is_over(number):
-            return  # closed before it was registered
+        for gap in range(self._registered_below, number):
+            self.statistics.num_dropped += len(self._kept.pop(gap, ()))
+        self._registered_below = number + 1
         now = self._clock()
         self._note_absence(now)
         if not self._open:
@@ -636,50 +620,32 @@ class StorePort:
                 self._heard(number, rank)
             for rank in sorted(self._left):
                 save.coordinator.lose(rank, 0.0)
-        elif self._session is not None:
+        elif self.session is not None:
             self._heard(number, _COORDINATOR)
         self._set_beat()
 
-    def _leave_out(self, number: int) -> None:
-        for gap in range(self._ended_below, number):
-            if gap not in self._open:
-                self.statistics.num_dropped += len(self._kept.pop(gap, ()))
-                self._ended.add(gap)
-        self._raise_ended_below()
-
     def _end(self, save: StoreSave) -> None:
-        number = save.number
-        for end in save._ends():
+        for end in save.ends:
             end.close()
-        if self._is_over(number):
-            return
-        self._open.pop(number, None)
-        self._mailbox.wakes_on_beat = not self._open
-        self._kept.pop(number, None)
-        self._ended.add(number)
-        self._raise_ended_below()
-        self._set_beat()
-
-    def _raise_ended_below(self) -> None:
-        while self._ended_below in self._ended:
-            self._ended.remove(self._ended_below)
-            self._ended_below += 1
+        if self._open.pop(save.number, None) is not None:
+            self._mailbox.wakes_on_beat = not self._open
+            self._set_beat()
 
     def _set_beat(self) -> None:
         awaited = {
             number
             for pulse in self._awaited.values()
             for number in pulse.open
-            if number not in self._open and not self._is_over(number)
+            if number >= self._registered_below
         }
         if self.rank != _COORDINATOR:
             self._mailbox.present = {_COORDINATOR: None}
         had_beat = self._mailbox.beat is not None
         if not self._open and not awaited:
             self._mailbox.beat = None
-            if had_beat and self._session is not None:
+            if had_beat and self.session is not None:
                 # Otherwise a rank that waits for a save of this process sends heartbeats for ever.
-                frame = Frame(Kind.BEAT, self.rank, self._session, payload=_NO_PULSE)
+                frame = Frame(Kind.BEAT, self.rank, self.session, payload=_NO_PULSE)
                 for other in self._mailbox.present:
                     self._mailbox.put(other, frame)
             return
@@ -688,15 +654,15 @@ class StorePort:
             *[save.lost_after_s / 6 for save in self._open.values()],
             *[pulse.every_s for pulse in self._awaited.values()],
         )
-        is_hello = self._session is None
+        is_hello = self.session is None
         if is_hello:
             frame = Frame(Kind.HELLO, self.rank, self._token)
         else:
-            assert self._session is not None
+            assert self.session is not None
             tags = tuple([save.tag for save in self._open.values()])
             pulse = Pulse(every_s, tuple(self._open), tuple(sorted(awaited)), tags)
             payload = msgspec.msgpack.encode(pulse)
-            frame = Frame(Kind.BEAT, self.rank, self._session, payload=payload)
+            frame = Frame(Kind.BEAT, self.rank, self.session, payload=payload)
         self._mailbox.beat = Beat(msgspec.msgpack.encode(frame), every_s, is_hello)
         self._mailbox.wake_up()
 
@@ -709,14 +675,15 @@ class StorePort:
         self._mailbox.put(to, Frame(kind, self.rank, token, payload=payload))
 
     def _send_up(self, number: int, message: ToCoordinator) -> None:
-        if self._session is None:
+        if self.session is None:
             self._before_welcome.append((number, message))
         else:
-            self._mailbox.put(_COORDINATOR, Outgoing(Kind.UP, number, message, self._session))
+            self._mailbox.put(_COORDINATOR, Outgoing(Kind.UP, number, message, self.session))
 
     def send_down(self, to: int, number: int, message: FromCoordinator) -> None:
         """Sends to a rank, also in a save that ended here."""
-        self._mailbox.put(to, Outgoing(Kind.DOWN, number, message, self._own_session))
+        assert self.session is not None
+        self._mailbox.put(to, Outgoing(Kind.DOWN, number, message, self.session))
 
 
 _ports: weakref.WeakSet[StorePort] = weakref.WeakSet()

@@ -426,7 +426,7 @@ async def test_numbers_that_are_agreed_upon_elsewhere(store: Any, open_port: Ope
     # What comes for one that was left out waits for nobody, and no number is kept in mind.
     raw(store, 0, Frame(Kind.UP, 1, session_of(ports[0]), 7, msgspec.msgpack.encode(ask(1))))
     await until(lambda: ports[0].statistics.num_dropped == 1)
-    assert (ports[0]._ended, ports[0]._kept, ports[0]._ended_below) == (set(), {}, 501)
+    assert (ports[0]._kept, ports[0]._registered_below) == ({}, 501)
 
 
 class SlowToListen(DictStore):
