@@ -112,17 +112,13 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         every_s: Interval of this heartbeat, and the requested one of the others'.
-        open, tags: Numbers and tags of the sender's saves.
+        open: Tags of the sender's saves by number.
         awaited: Numbers of others' saves that the sender has not begun.
     """
 
     every_s: float
-    open: tuple[int, ...] = ()
+    open: dict[int, bytes] = {}
     awaited: tuple[int, ...] = ()
-    tags: tuple[bytes, ...] = ()
-
-    def tag(self, number: int) -> bytes | None:
-        return dict(zip(self.open, self.tags, strict=True)).get(number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -186,7 +186,7 @@ class StoreCoordinator(_End):
 
     colleague: StoreParticipant
 
-    def began(self, rank: int, tag: bytes | None) -> None:
+    def began(self, rank: int, tag: bytes) -> None:
         if tag and rank not in self._begun:
             self._begun.add(rank)
             self.put(Began(rank=rank, tag=tag))
@@ -557,18 +557,18 @@ class StorePort:
     def _on_pulse(self, sender: int, pulse: Pulse) -> None:
         for number in (*pulse.open, *pulse.awaited):
             self._heard(number, sender)
-        for number in pulse.open:
+        for number, tag in pulse.open.items():
             save = self._open.get(number)
             if save is not None and save.coordinator is not None:
-                save.coordinator.began(sender, pulse.tag(number))
+                save.coordinator.began(sender, tag)
             elif save is not None:
                 # Other ranks receive from rank 0 only.
                 save.participant.is_coordinated = True
-        awaited = [number for number in pulse.open if number >= self._registered_below]
+        below = self._registered_below
+        awaited = {number: tag for number, tag in pulse.open.items() if number >= below}
         before = self._awaited.pop(sender, None)
         if awaited:
-            tags = tuple([pulse.tag(number) or b"" for number in awaited])
-            self._awaited[sender] = Pulse(pulse.every_s, tuple(awaited), tags=tags)
+            self._awaited[sender] = Pulse(pulse.every_s, awaited)
         if self._awaited.get(sender) != before:
             self._set_beat()
 
@@ -611,7 +611,7 @@ class StorePort:
         if save.coordinator is not None:
             save.coordinator.began(_COORDINATOR, save.tag)
             for rank, pulse in self._awaited.items():
-                save.coordinator.began(rank, pulse.tag(number))
+                save.coordinator.began(rank, pulse.open.get(number, b""))
         for arrived in self._kept.pop(number, ()):
             self._heard(number, arrived.frame.sender)
             self._deliver(save, arrived)
@@ -659,8 +659,8 @@ class StorePort:
             frame = Frame(Kind.HELLO, self.rank, self._token)
         else:
             assert self.session is not None
-            tags = tuple([save.tag for save in self._open.values()])
-            pulse = Pulse(every_s, tuple(self._open), tuple(sorted(awaited)), tags)
+            tags = {number: save.tag for number, save in self._open.items()}
+            pulse = Pulse(every_s, tags, tuple(sorted(awaited)))
             payload = msgspec.msgpack.encode(pulse)
             frame = Frame(Kind.BEAT, self.rank, self.session, payload=payload)
         self._mailbox.beat = Beat(msgspec.msgpack.encode(frame), every_s, is_hello)
