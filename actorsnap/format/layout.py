@@ -334,21 +334,6 @@ def _stored_type(slot: Slot) -> tuple[str, tuple[int, ...]]:
     return dtype, shape
 
 
-def bounded_volume(shape: Sequence[int]) -> int:
-    """Returns the number of elements; above 2^63-1, any such number.
-
-    A hostile shape of a million sizes must not cost a million-digit product.
-    """
-    if 0 in shape:
-        return 0
-    volume = 1
-    for size in shape:
-        volume *= size
-        if volume > MAX_BYTES:
-            break
-    return volume
-
-
 _COLLECT = "collect"
 _COPY = "copy/"
 

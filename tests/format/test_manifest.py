@@ -18,6 +18,7 @@ from actorsnap.errors import (
     UnsupportedFormat,
     UsageError,
 )
+from actorsnap.format import manifest
 from actorsnap.format.checksum import MAX_BLOCK_BYTES, choose_block_bytes, crc32c
 from actorsnap.format.layout import dtype_itemsize, manifest_key
 from actorsnap.format.manifest import (
@@ -794,3 +795,8 @@ def test_a_value_that_cannot_be_encoded_is_named_by_its_path() -> None:
     entries = (*MANIFEST.entries, ValueEntry(path="opt/state", value=object()))
     with pytest.raises(UsageError, match="'opt/state'"):
         encode_rank_manifest(msgspec.structs.replace(MANIFEST, entries=entries))
+
+
+def test_a_hostile_shape_costs_no_time() -> None:
+    assert manifest._volume([2**62] * 1_000_000) > 2**63
+    assert manifest._volume([2**62] * 1_000_000 + [0]) == 0
