@@ -410,15 +410,9 @@ _head_decoder = msgspec.json.Decoder(_Head)
 def encode_commit(commit: Commit) -> bytes:
     """Encodes a commit object; its own checksum is the first member.
 
-    Raises:
-        UsageError: ``metadata`` is not JSON.
+    The metadata must pass ``check_json``.
     """
-    check_json(commit.metadata, "metadata")
-    try:
-        encoded = _encoder.encode(commit)
-    except _ENCODE_ERRORS as error:
-        raise UsageError(f"metadata cannot be written as JSON: {error}") from error
-    return _sealed(encoded)
+    return _sealed(_encoder.encode(commit))
 
 
 def _sealed(encoded: bytes) -> bytes:

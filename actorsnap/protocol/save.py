@@ -18,12 +18,7 @@ import msgspec
 
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import ManifestRecord, SaveRecord
-from actorsnap.planning.inventory import (
-    Inventory,
-    Sharded,
-    check_sharded,
-    on_several_meshes,
-)
+from actorsnap.planning.inventory import Inventory, Sharded, check_sharded, on_several_meshes
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import SavePlan, plan_save
 from actorsnap.protocol.failure import Failure, Stage

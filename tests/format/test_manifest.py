@@ -41,6 +41,7 @@ from actorsnap.format.manifest import (
     TensorType,
     ValueEntry,
     ViewEntry,
+    check_json,
     decode_commit,
     decode_lone_rank_manifest,
     decode_rank_manifest,
@@ -771,14 +772,14 @@ def test_metadata_that_is_not_json_is_the_callers_mistake(
     metadata: dict[str, Any], place: str
 ) -> None:
     with pytest.raises(UsageError, match=place):
-        encode_commit(msgspec.structs.replace(COMMIT, metadata=metadata))
+        check_json(metadata, "metadata")
 
 
 def test_metadata_that_never_ends_is_the_callers_mistake() -> None:
     endless: dict[str, Any] = {}
     endless["again"] = endless
     with pytest.raises(UsageError, match="deeper than 500$"):
-        encode_commit(msgspec.structs.replace(COMMIT, metadata=endless))
+        check_json(endless, "metadata")
 
 
 def test_metadata_as_deep_as_allowed_comes_back() -> None:
@@ -786,9 +787,10 @@ def test_metadata_as_deep_as_allowed_comes_back() -> None:
     for _ in range(499):
         deep = [deep]
     commit = msgspec.structs.replace(COMMIT, metadata={"deep": deep})
+    check_json(commit.metadata, "metadata")
     assert decode_commit(encode_commit(commit)) == commit
     with pytest.raises(UsageError, match="deeper than 500$"):
-        encode_commit(msgspec.structs.replace(commit, metadata={"deep": [deep]}))
+        check_json({"deep": [deep]}, "metadata")
 
 
 def test_a_value_that_cannot_be_encoded_is_named_by_its_path() -> None:
