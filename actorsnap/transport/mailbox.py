@@ -30,7 +30,6 @@ __all__ = [
     "Frame",
     "Kind",
     "Mailbox",
-    "Outgoing",
     "Pulse",
     "QueueStore",
     "StoreStatistics",
@@ -122,14 +121,6 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
 
 
 @dataclass(frozen=True, slots=True)
-class Outgoing:
-    kind: Kind
-    number: int
-    message: object
-    token: bytes
-
-
-@dataclass(frozen=True, slots=True)
 class Delivered:
     """A frame with its decoded payload."""
 
@@ -150,8 +141,8 @@ class Beat:
     is_hello: bool
 
 
-_Job: TypeAlias = tuple[int, Outgoing | Frame] | tuple[()] | None
-"""Empty: look at the heartbeat; None: end."""
+_Job: TypeAlias = tuple[int, Frame, object] | tuple[()] | None
+"""Receiver, frame, message for its payload, if any. Empty: look at the heartbeat; None: end."""
 
 
 class Mailbox:
@@ -213,8 +204,9 @@ class Mailbox:
     def is_connected(self) -> bool:
         return all(self._connected.values())
 
-    def put(self, to: int, what: Outgoing | Frame) -> None:
-        self._outbox.put((to, what))
+    def put(self, to: int, frame: Frame, message: object = None) -> None:
+        """Queues a frame; with ``message`` as its payload, in pieces if it is large."""
+        self._outbox.put((to, frame, message))
 
     def wake_up(self) -> None:
         """Makes the sending thread look at ``beat``."""
@@ -312,11 +304,11 @@ class Mailbox:
                 if job is None:
                     return
                 if job:
-                    to, what = job
-                    if isinstance(what, Frame):
-                        self._push(store, to, _encoder.encode(what))
+                    to, frame, message = job
+                    if message is None:
+                        self._push(store, to, _encoder.encode(frame))
                     else:
-                        self._push_message(store, to, what)
+                        self._push_message(store, to, frame, message)
                 beat = self._beat_to_send()
             if beat is not sent:
                 # Report begins and ends of saves and sessions at once.
@@ -338,18 +330,18 @@ class Mailbox:
         is_mute = beat is not None and beat.is_hello and not self._connected["receive"]
         return None if is_mute else beat
 
-    def _push_message(self, store: QueueStore, to: int, job: Outgoing) -> None:
+    def _push_message(self, store: QueueStore, to: int, frame: Frame, message: object) -> None:
         try:
-            payload = _encoder.encode(job.message)
+            payload = _encoder.encode(message)
         except Exception as error:  # a defect, limited to one message
             logger.exception("%s: a message cannot be encoded", self._keys[self._rank])
-            self._post(Fault(f"a message cannot be encoded: {describe(error)}", job.number))
+            self._post(Fault(f"a message cannot be encoded: {describe(error)}", frame.number))
             return
         for begin in range(0, max(1, len(payload)), PIECE_BYTES):
             piece = payload[begin : begin + PIECE_BYTES]
             is_last = begin + PIECE_BYTES >= len(payload)
-            frame = Frame(job.kind, self._rank, job.token, job.number, piece, is_last)
-            self._push(store, to, _encoder.encode(frame))
+            part = msgspec.structs.replace(frame, payload=piece, is_last=is_last)
+            self._push(store, to, _encoder.encode(part))
         self.statistics.messages_sent += 1
 
     def _push(self, store: QueueStore, to: int, data: bytes) -> None:

@@ -49,7 +49,6 @@ from actorsnap.transport.mailbox import (
     Frame,
     Kind,
     Mailbox,
-    Outgoing,
     Pulse,
     QueueStore,
     StoreStatistics,
@@ -156,7 +155,9 @@ class _End:
             if now - heard > self._lost_after_s
         ]
         for rank, silent_s in silent:
-            self._port._lost(rank)
+            if self._port.rank == _COORDINATOR:
+                # No heartbeats to a lost rank until it is heard again.
+                self._port._mailbox.present.pop(rank, None)
             self.lose(rank, silent_s)
 
 
@@ -666,11 +667,6 @@ class StorePort:
         self._mailbox.beat = Beat(msgspec.msgpack.encode(frame), every_s, is_hello)
         self._mailbox.wake_up()
 
-    def _lost(self, rank: int) -> None:
-        """Stops heartbeats to a lost rank until it is heard again."""
-        if self.rank == _COORDINATOR:
-            self._mailbox.present.pop(rank, None)
-
     def _put(self, to: int, kind: Kind, token: bytes, payload: bytes = b"") -> None:
         self._mailbox.put(to, Frame(kind, self.rank, token, payload=payload))
 
@@ -678,12 +674,13 @@ class StorePort:
         if self.session is None:
             self._before_welcome.append((number, message))
         else:
-            self._mailbox.put(_COORDINATOR, Outgoing(Kind.UP, number, message, self.session))
+            frame = Frame(Kind.UP, self.rank, self.session, number)
+            self._mailbox.put(_COORDINATOR, frame, message)
 
     def send_down(self, to: int, number: int, message: FromCoordinator) -> None:
         """Sends to a rank, also in a save that ended here."""
         assert self.session is not None
-        self._mailbox.put(to, Outgoing(Kind.DOWN, number, message, self.session))
+        self._mailbox.put(to, Frame(Kind.DOWN, self.rank, self.session, number), message)
 
 
 _ports: weakref.WeakSet[StorePort] = weakref.WeakSet()
