@@ -73,27 +73,23 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
     values: list[int]
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True):
-    pass
-
-
-class _SaveFrame(_Frame, frozen=True):
+class _SaveFrame(msgspec.Struct, frozen=True, array_like=True):
     """``number`` identifies the save in all frames."""
 
     number: int
 
 
-class Alive(_Frame, frozen=True, tag="a"):
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """Heartbeat, in either direction. The process sends the first one when it listens."""
 
 
-class AttemptsEnded(_Frame, frozen=True, tag="A"):
+class AttemptsEnded(msgspec.Struct, frozen=True, array_like=True, tag="A"):
     """Attempts of the sender have committed or can no longer commit; in either direction."""
 
     attempts: list[str]
 
 
-class Configure(_Frame, frozen=True, tag="v"):
+class Configure(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     """Changes settings of the process.
 
     Attributes:
@@ -197,7 +193,7 @@ class TakeOver(_SaveFrame, frozen=True, tag="T"):
     call: int
 
 
-class LeaveTeam(_Frame, frozen=True, tag="L"):
+class LeaveTeam(msgspec.Struct, frozen=True, array_like=True, tag="L"):
     """The trainer's team makes no more calls."""
 
     team: int
@@ -280,7 +276,7 @@ class Finished(_SaveFrame, frozen=True, tag="f"):
     retries: int = 0
 
 
-class Logged(_Frame, frozen=True, tag="l"):
+class Logged(msgspec.Struct, frozen=True, array_like=True, tag="l"):
     """A line for the trainer's log."""
 
     level: int
