@@ -36,7 +36,6 @@ from actorsnap.protocol.messages import (
     Proceed,
     ToCoordinator,
 )
-from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import (
     Continue,
     Coordinator,
@@ -56,6 +55,7 @@ from actorsnap.protocol.save import (
     Details,
     Joined,
     ManifestStored,
+    PlanCache,
     Question,
     SaveDecisions,
     Token,
@@ -302,7 +302,7 @@ def replay(world_size: int, frames: Iterable[bytes], memory: PlanCache) -> None:
 
 
 def beats_bytes_s(ranks: int) -> float:
-    pulse = msgspec.msgpack.encode(Pulse(BEAT_S, (7,), (), (LABEL.digest,)))
+    pulse = msgspec.msgpack.encode(Pulse(BEAT_S, {7: LABEL.digest}))
     beat = len(msgspec.msgpack.encode(Frame(Kind.BEAT, ranks - 1, SESSION, payload=pulse)))
     return (ranks - 1) * beat / BEAT_S
 

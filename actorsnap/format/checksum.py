@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-import crc32c as _crc32c
+from crc32c import crc32c
 
 __all__ = [
     "MAX_BLOCK_BYTES",
@@ -52,15 +52,10 @@ _POLYNOMIAL = 0x82F63B78
 """Castagnoli, reflected: bit 31 is the coefficient of x**0."""
 
 
-def crc32c(data: Buffer, value: int = 0) -> int:
-    """Returns the CRC32C of a C-contiguous buffer, continuing from ``value``."""
-    return _crc32c.crc32c(data, value)
-
-
 def crc32c_of(views: Iterable[Buffer]) -> int:
     value = 0
     for view in views:
-        value = _crc32c.crc32c(view, value)
+        value = crc32c(view, value)
     return value
 
 
@@ -94,18 +89,16 @@ def is_block_count(nbytes: int, num_blocks: int) -> bool:
 
 def block_checksums(view: memoryview[Any], block_bytes: int) -> tuple[int, ...]:
     """Returns the CRC32C of each block of ``view``, which is C-contiguous, of any format."""
-    if block_bytes <= 0:
-        raise ValueError(f"block_bytes must be positive, got {block_bytes}")
     if view.nbytes == 0:  # memoryview.cast refuses shapes with a zero
         return ()
     flat = view.cast("B")
     # Slicing costs more than the checksum of a small leaf.
     if len(flat) <= block_bytes:
-        return (_crc32c.crc32c(flat),)
+        return (crc32c(flat),)
     gil = _CHOOSE if block_bytes >= MAX_BLOCK_BYTES else _KEEP_GIL
     return tuple(
         [
-            _crc32c.crc32c(flat[start : start + block_bytes], 0, gil)
+            crc32c(flat[start : start + block_bytes], 0, gil)
             for start in range(0, len(flat), block_bytes)
         ]
     )
@@ -149,7 +142,7 @@ def append_blocks(value: int, view: memoryview, checksums: Sequence[int], block_
     num_full = len(view) // block_bytes
     for checksum in checksums[:num_full]:
         value = combine(value, checksum, block_bytes)
-    return _crc32c.crc32c(view[num_full * block_bytes :] if num_full else view, value)
+    return crc32c(view[num_full * block_bytes :] if num_full else view, value)
 
 
 def _multiply(a: int, b: int) -> int:

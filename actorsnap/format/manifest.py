@@ -32,7 +32,6 @@ from actorsnap.format.layout import (
     DATA_ALIGNMENT,
     MAX_BYTES,
     MAX_HEADER_BYTES,
-    bounded_volume,
     chunk_key,
     dtype_itemsize,
     is_compressed_key,
@@ -194,14 +193,10 @@ class SaveRecord(_Data, frozen=True, kw_only=True):
     ) -> Commit:
         return Commit(
             version=FORMAT_VERSION,
-            features=self.features,
-            world_size=self.world_size,
             attempt=attempt,
             created=created,
             manifests=manifests,
-            fsync=self.fsync,
-            step=self.step,
-            metadata=self.metadata,
+            **msgspec.structs.asdict(self),
         )
 
 
@@ -250,10 +245,8 @@ class ObjectRecord(_Data, frozen=True, kw_only=True, gc=False):
 
     def is_like(self, other: ObjectRecord) -> bool:
         """Whether the object is the same; chunks may differ."""
-        return (
-            (self.key, self.size, self.header_bytes, self.header_crc32c)
-            == (other.key, other.size, other.header_bytes, other.header_crc32c)
-        ) and bool(self.chunks) == bool(other.chunks)
+        is_same_kind = bool(self.chunks) == bool(other.chunks)
+        return is_same_kind and msgspec.structs.replace(self, chunks=other.chunks) == other
 
 
 class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
@@ -417,15 +410,9 @@ _head_decoder = msgspec.json.Decoder(_Head)
 def encode_commit(commit: Commit) -> bytes:
     """Encodes a commit object; its own checksum is the first member.
 
-    Raises:
-        UsageError: ``metadata`` is not JSON.
+    The metadata must pass ``check_json``.
     """
-    check_json(commit.metadata, "metadata")
-    try:
-        encoded = _encoder.encode(commit)
-    except _ENCODE_ERRORS as error:
-        raise UsageError(f"metadata cannot be written as JSON: {error}") from error
-    return _sealed(encoded)
+    return _sealed(_encoder.encode(commit))
 
 
 def _sealed(encoded: bytes) -> bytes:
@@ -684,7 +671,18 @@ def _paths_of_boxes(entries: Sequence[Entry], key: str) -> frozenset[str]:
 
 
 def _volume(shape: Sequence[int]) -> int:
-    return prod(shape) if len(shape) < _MANY_DIMS else bounded_volume(shape)
+    """Returns the number of elements; of very many dims, a bound above ``MAX_BYTES`` suffices.
+
+    A hostile shape of a million sizes must not cost a million-digit product.
+    """
+    if len(shape) < _MANY_DIMS:
+        return prod(shape)
+    volume = 1
+    for size in shape:
+        volume *= size
+        if volume > MAX_BYTES:
+            break
+    return 0 if 0 in shape else volume
 
 
 def _check_commit(commit: Commit, key: str) -> None:

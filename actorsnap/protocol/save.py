@@ -10,23 +10,18 @@ the tokens of those that it joins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import msgspec
 
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import ManifestRecord, SaveRecord
-from actorsnap.planning.inventory import (
-    Inventory,
-    Sharded,
-    check_sharded,
-    on_several_meshes,
-)
+from actorsnap.planning.inventory import Inventory, Sharded, check_sharded, on_several_meshes
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
-from actorsnap.planning.save import SavePlan
+from actorsnap.planning.save import SavePlan, plan_save
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import AskMore, Continue, Decision
 
 __all__ = [
@@ -34,6 +29,7 @@ __all__ = [
     "Assignment",
     "Joined",
     "ManifestStored",
+    "PlanCache",
     "Question",
     "SaveDecisions",
     "Token",
@@ -138,6 +134,48 @@ def decode(payload: bytes, kind: type[T]) -> T:
 
 def aborted(reason: str, stage: Stage, rank: int | None) -> Failure:
     return Failure(reason=reason, stage=stage, rank=rank)
+
+
+@dataclass(slots=True)
+class PlanCache:
+    """A coordinator's memory of the previous save, by digest.
+
+    Attributes:
+        agreed: ``sharded`` when ranks last agreed.
+        several: See ``plan_save``.
+    """
+
+    inventories: dict[bytes, Inventory] = field(default_factory=dict)
+    lists: dict[bytes, tuple[Item, ...]] = field(default_factory=dict)
+    agreed: dict[bytes, list[int]] = field(default_factory=dict)
+    several: frozenset[str] = frozenset()
+    _plan: tuple[object, SavePlan] | None = None
+
+    def copy(self) -> PlanCache:
+        return replace(self, inventories=dict(self.inventories), lists=dict(self.lists))
+
+    def sharded(self, structures: Sequence[bytes]) -> dict[bytes, list[int]]:
+        """Groups ranks by the digest of their sharded tensors; empty: none."""
+        found: dict[bytes, list[int]] = {}
+        for rank, structure in enumerate(structures):
+            found.setdefault(self.inventories[structure].sharded, []).append(rank)
+        return found
+
+    def plan(self, structures: tuple[bytes, ...], rules: PackingRules) -> SavePlan:
+        """Returns the plan for these inventories; forgets all others.
+
+        Raises:
+            UsageError: The inventories contradict each other.
+        """
+        several = self.several if self.sharded(structures) == self.agreed else frozenset()
+        made_from = (structures, rules, several)
+        if self._plan is None or self._plan[0] != made_from:
+            inventories = [self.inventories[digest] for digest in structures]
+            self._plan = made_from, plan_save(inventories, self.lists, rules, several)
+        self.inventories = {digest: self.inventories[digest] for digest in set(structures)}
+        used = {scope.digest for found in self.inventories.values() for scope in found.scopes}
+        self.lists = {digest: held for digest, held in self.lists.items() if digest in used}
+        return self._plan[1]
 
 
 class SaveDecisions:

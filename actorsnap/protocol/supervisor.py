@@ -95,18 +95,6 @@ class Supervisor:
         self._saves: dict[int, _Supervised] = {}
         self._num_failed_starts = 0
 
-    @property
-    def num_saves(self) -> int:
-        return len(self._saves)
-
-    def validate(self) -> None:
-        if self.state in (_S.ABSENT, _S.UNUSABLE):
-            assert not self._saves
-        if self.state is _S.STARTING:
-            assert not any(save.is_sent for save in self._saves.values())
-        if self.state is _S.READY:
-            assert all(save.is_sent for save in self._saves.values())
-
     def add_save(
         self, number: int, *, rank: int = 0, is_shared: bool = False
     ) -> list[SupervisorCommand]:

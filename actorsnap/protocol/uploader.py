@@ -73,21 +73,23 @@ class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
     values: list[int]
 
 
-class _Frame(msgspec.Struct, frozen=True, array_like=True):
-    pass
+class _SaveFrame(msgspec.Struct, frozen=True, array_like=True):
+    """``number`` identifies the save in all frames."""
+
+    number: int
 
 
-class Alive(_Frame, frozen=True, tag="a"):
+class Alive(msgspec.Struct, frozen=True, array_like=True, tag="a"):
     """Heartbeat, in either direction. The process sends the first one when it listens."""
 
 
-class AttemptsEnded(_Frame, frozen=True, tag="A"):
+class AttemptsEnded(msgspec.Struct, frozen=True, array_like=True, tag="A"):
     """Attempts of the sender have committed or can no longer commit; in either direction."""
 
     attempts: list[str]
 
 
-class Configure(_Frame, frozen=True, tag="v"):
+class Configure(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     """Changes settings of the process.
 
     Attributes:
@@ -99,11 +101,10 @@ class Configure(_Frame, frozen=True, tag="v"):
     duty: float | None = None
 
 
-class BeginSave(_Frame, frozen=True, tag="s"):
+class BeginSave(_SaveFrame, frozen=True, tag="s"):
     """Begins a save.
 
     Attributes:
-        number: Identifies the save in all frames.
         structure: None: the one sent before with this digest.
         values: Value entries as JSON, by index; without a structure only the changed ones.
         display_url, url, storage_options: See ``runtime.location.Location``.
@@ -112,7 +113,6 @@ class BeginSave(_Frame, frozen=True, tag="s"):
         forgotten: Digest of a structure that no later save uses, or empty.
     """
 
-    number: int
     digest: bytes
     structure: Structure | None
     values: list[tuple[int, bytes]]
@@ -134,7 +134,7 @@ class BeginSave(_Frame, frozen=True, tag="s"):
     world_size: int = 1
 
 
-class Staged(_Frame, frozen=True, tag="c"):
+class Staged(_SaveFrame, frozen=True, tag="c"):
     """Progress of staging.
 
     Attributes:
@@ -142,55 +142,49 @@ class Staged(_Frame, frozen=True, tag="c"):
         is_waiting: The trainer waits for memory: begin to store.
     """
 
-    number: int
     chunks: list[tuple[int, int | None]] = []
     is_waiting: bool = False
     is_last: bool = False
     error: tuple[EncodedError, ...] = ()
 
 
-class CancelSave(_Frame, frozen=True, tag="x"):
+class CancelSave(_SaveFrame, frozen=True, tag="x"):
     """Aborts the save, if it is not too late.
 
     Attributes:
         is_concluded: The trainer has ended the call of all ranks.
     """
 
-    number: int
     reason: str
     is_concluded: bool = False
 
 
-class EndReceived(_Frame, frozen=True, tag="m"):
-    """An end of the rank's mailbox has received an item (``transport.relay``)."""
+class EndReceived(_SaveFrame, frozen=True, tag="m"):
+    """An end of the rank's mailbox has received an item (``transport.ends``)."""
 
-    number: int
     to_coordinator: bool
     item: bytes
 
 
-class AbsenceReported(_Frame, frozen=True, tag="n"):
+class AbsenceReported(_SaveFrame, frozen=True, tag="n"):
     """Answers ``AnswerWanted``; see ``CoordinatorEnd.absence``."""
 
-    number: int
     reason: str | None
 
 
-class TurnGiven(_Frame, frozen=True, tag="t"):
+class TurnGiven(_SaveFrame, frozen=True, tag="t"):
     """Answers ``AnswerWanted``; see ``CommitTurn.wait``."""
 
-    number: int
     is_unanswered: bool
 
 
-class TakeOver(_Frame, frozen=True, tag="T"):
+class TakeOver(_SaveFrame, frozen=True, tag="T"):
     """Prepares for opening the rank's mailbox if the trainer ends before the save.
 
     Attributes:
         name, session: ``namespace`` and ``session`` of the ``StorePort``.
     """
 
-    number: int
     host: str
     port: int
     prefix: str
@@ -199,7 +193,7 @@ class TakeOver(_Frame, frozen=True, tag="T"):
     call: int
 
 
-class LeaveTeam(_Frame, frozen=True, tag="L"):
+class LeaveTeam(msgspec.Struct, frozen=True, array_like=True, tag="L"):
     """The trainer's team makes no more calls."""
 
     team: int
@@ -209,58 +203,53 @@ ToSave: TypeAlias = Staged | CancelSave | EndReceived | AbsenceReported | TurnGi
 ToProcess: TypeAlias = ToSave | BeginSave | Configure | LeaveTeam | AttemptsEnded | Alive
 
 
-class AnswerWanted(_Frame, frozen=True, tag="q"):
+class AnswerWanted(_SaveFrame, frozen=True, tag="q"):
     """Asks for ``TurnGiven``, or for ``AbsenceReported``, before a commit."""
 
-    number: int
     subject: Literal["turn", "absence"]
 
 
-class MessageSent(_Frame, frozen=True, tag="m"):
+class MessageSent(_SaveFrame, frozen=True, tag="m"):
     """Sends a message through the rank's mailbox.
 
     Attributes:
         to: The rank; None: the coordinator.
     """
 
-    number: int
     to: int | None
     message: bytes
 
 
-class TakeOverPrepared(_Frame, frozen=True, tag="T"):
+class TakeOverPrepared(_SaveFrame, frozen=True, tag="T"):
     """Answers ``TakeOver``.
 
     Attributes:
         error: Why the process cannot take over, or empty.
     """
 
-    number: int
     error: str
 
 
-class Begun(_Frame, frozen=True, tag="b"):
+class Begun(_SaveFrame, frozen=True, tag="b"):
     """The save has begun, and may leave garbage. Only rank 0's attempt has a name yet."""
 
-    number: int
     attempt: str
 
 
-class StagingWanted(_Frame, frozen=True, tag="w"):
+class StagingWanted(_SaveFrame, frozen=True, tag="w"):
     """All ranks have joined: the rules and plan for packing the state.
 
     Attributes:
         attempt, url: Name and location of the attempt, as set by rank 0.
     """
 
-    number: int
     rules: PackingRules
     plan: RankPlan
     attempt: str = ""
     url: bytes = b""
 
 
-class Progressed(_Frame, frozen=True, tag="p"):
+class Progressed(_SaveFrame, frozen=True, tag="p"):
     """Progress since the last such frame.
 
     Attributes:
@@ -268,13 +257,12 @@ class Progressed(_Frame, frozen=True, tag="p"):
         released: Chunks whose memory is no longer used.
     """
 
-    number: int
     hashed: int
     stored: int
     released: list[int]
 
 
-class Finished(_Frame, frozen=True, tag="f"):
+class Finished(_SaveFrame, frozen=True, tag="f"):
     """The outcome.
 
     Attributes:
@@ -282,14 +270,13 @@ class Finished(_Frame, frozen=True, tag="f"):
         is_unanswered: See ``CommitTurn.release``.
     """
 
-    number: int
     error: tuple[EncodedError, ...] | None
     is_unanswered: bool = False
     record: bytes = b""
     retries: int = 0
 
 
-class Logged(_Frame, frozen=True, tag="l"):
+class Logged(msgspec.Struct, frozen=True, array_like=True, tag="l"):
     """A line for the trainer's log."""
 
     level: int

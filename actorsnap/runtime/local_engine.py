@@ -41,8 +41,7 @@ from actorsnap.runtime.location import open_location
 from actorsnap.runtime.save import Save
 from actorsnap.state.captured import Captured
 from actorsnap.storage.base import Capabilities, Storage
-from actorsnap.transport.ends import CoordinatorEnd, InprocTransport, ParticipantEnd
-from actorsnap.transport.relay import RelayedEnds
+from actorsnap.transport.ends import CoordinatorEnd, InprocEnds, ParticipantEnd, RelayedEnds
 
 __all__ = ["LocalEngine"]
 
@@ -301,20 +300,12 @@ class LocalEngine:
     async def _run_actors(self, *, fsync: bool) -> CommitActor | None:
         """Returns the committer on rank 0."""
         save, membership = self._save, self._save.membership
-        transport = None
-        end: ParticipantEnd
-        coordinator_end: CoordinatorEnd | None
-        if membership is None:
-            transport = InprocTransport(world_size=1)
-            end, coordinator_end = transport.participant(0), transport.coordinator()
-        else:
-            ends = self._ends or membership.call
-            end, coordinator_end = ends.participant, ends.coordinator
+        ends = InprocEnds() if membership is None else self._ends or membership.call
         context = self._make_context()
-        saver = self._make_saver(context, end)
+        saver = self._make_saver(context, ends.participant)
         coordinator = committer = None
-        if coordinator_end is not None:
-            coordinator, committer = self._make_coordinator(context, coordinator_end, fsync=fsync)
+        if ends.coordinator is not None:
+            coordinator, committer = self._make_coordinator(context, ends.coordinator, fsync=fsync)
         self._saver = saver
         if save.cancel_reason is not None:
             saver.request_cancel(save.cancel_reason)
@@ -325,8 +316,8 @@ class LocalEngine:
                 failure = await saver.run()
         finally:
             self._saver = None
-            if transport is not None:
-                transport.close()
+            if membership is None:
+                ends.close()
             if membership is not None and saver.remembered is not None:
                 membership.team.remembered = saver.remembered
                 membership.team.memory = membership.memory

@@ -3,7 +3,7 @@
 Staged chunks keep their memory, so that a new process can repeat the save, until the save ends
 or any save waits for memory. If no process can be started, a ``LocalEngine`` makes the save.
 
-With several ranks the mailbox stays in the trainer, which relays messages (``transport.relay``) and
+With several ranks the mailbox stays in the trainer, which relays messages (``transport.ends``) and
 ends the call if the process dies. With ``detach``, the process opens the mailbox if the trainer
 ends.
 """
@@ -34,8 +34,15 @@ from actorsnap.runtime.structure import Described, describe_state
 from actorsnap.runtime.team import Team, TeamCall
 from actorsnap.runtime.uploader_client import Uploader
 from actorsnap.state.captured import Captured
-from actorsnap.transport.ends import Broken, PeerLost
-from actorsnap.transport.relay import Item, Relay, RelayedEnds, decode_item, encode_item
+from actorsnap.transport.ends import (
+    Broken,
+    Item,
+    PeerLost,
+    Relay,
+    RelayedEnds,
+    decode_item,
+    encode_item,
+)
 
 __all__ = ["RemoteEngine"]
 

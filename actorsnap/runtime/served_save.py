@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.abc
@@ -32,7 +32,7 @@ from actorsnap.runtime.team import Membership, TeamMemory, open_port
 from actorsnap.runtime.tracefile import About
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.process_group import StoreAddress, StoreAt
-from actorsnap.transport.relay import Message, Relay, RelayedEnds, decode_item, encode_item
+from actorsnap.transport.ends import Message, Relay, RelayedEnds, decode_item, encode_item
 from actorsnap.transport.store import StorePort
 
 if TYPE_CHECKING:
@@ -186,7 +186,7 @@ class ServedSave:
         """Returns the number of the call to continue; -1 if none."""
         return -1 if self._take_over is None else self._take_over[0].call
 
-    async def continue_alone(self, ports: dict[str, StorePort[Any, Any]]) -> None:
+    async def continue_alone(self, ports: dict[str, StorePort]) -> None:
         """Opens the mailbox after the trainer's end; waits for the save's end.
 
         Args:

@@ -16,21 +16,23 @@ from actorsnap.actors.roll import Caller, Roll
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.packing import RankPlan
-from actorsnap.protocol.messages import Aborted, CallKind, FromCoordinator, Label, ToCoordinator
-from actorsnap.protocol.plan_cache import PlanCache
+from actorsnap.protocol.messages import Aborted, CallKind, Label
 from actorsnap.protocol.roll import RollCall
+from actorsnap.protocol.save import PlanCache
 from actorsnap.protocol.uploader import LeaveTeam, TakeOver
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
 from actorsnap.state.process_group import Group, find_group, find_prefix
-from actorsnap.transport.relay import RelayedEnds
-from actorsnap.transport.store import PortTiming, StorePort
+from actorsnap.transport.ends import RelayedEnds
+from actorsnap.transport.store import CONNECT_S, StorePort
 
 __all__ = ["Membership", "Team", "TeamCall", "TeamMemory", "find_team", "open_port"]
 
 logger = Log(__name__)
 
 _AGAIN_S = 10.0
+"""The store has hardly come back, and no rank is starting."""
+
 _ANSWER = timedelta(seconds=30)
 
 
@@ -74,17 +76,14 @@ class Team(TeamMemory):
         self._connecting = threading.Lock()
         self._host = Host.get()
         self._pid = os.getpid()
-        self.port: StorePort[ToCoordinator, FromCoordinator] = StorePort(
+        self.port: StorePort = StorePort(
             group.store,
             namespace=group.name,
             rank=group.rank,
             world_size=group.world_size,
-            up=ToCoordinator,
-            down=FromCoordinator,
             call_soon=self._host.call_soon,
             first_number=0 if before is None else before.port.next_number,
-            # The store has hardly come back, and no rank is starting.
-            timing=None if before is None else PortTiming(connect_s=_AGAIN_S),
+            connect_s=CONNECT_S if before is None else _AGAIN_S,
         )
 
     @property
@@ -255,7 +254,7 @@ class TeamCall:
         if self.number != self._first_number or not self._renew():
             return False
         for rank in range(1, self._port.world_size):
-            self._port.send_late(rank, self._first_number, aborted)
+            self._port.send_down(rank, self._first_number, aborted)
         assert self.coordinator is not None
         assert self._save.coordinator is not None
         self.coordinator.move(self._save.coordinator)
@@ -263,17 +262,13 @@ class TeamCall:
         return True
 
 
-def open_port(
-    frame: TakeOver, team: TeamMemory, store: Any
-) -> StorePort[ToCoordinator, FromCoordinator]:
+def open_port(frame: TakeOver, team: TeamMemory, store: Any) -> StorePort:
     """Opens the mailbox of a rank whose process has ended."""
     return StorePort(
         store,
         namespace=frame.name,
         rank=team.rank,
         world_size=team.world_size,
-        up=ToCoordinator,
-        down=FromCoordinator,
         call_soon=Host.get().call_soon,
         first_number=frame.call,
         session=frame.session,

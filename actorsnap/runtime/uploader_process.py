@@ -15,7 +15,7 @@ import socket
 import sys
 import time
 from types import FrameType
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import anyio
 import anyio.abc
@@ -96,7 +96,7 @@ class UploaderService:
         self._saves: dict[int, ServedSave] = {}
         # By number, for later saves.
         self._teams: dict[int, TeamMemory] = {}
-        self._ports: dict[str, StorePort[Any, Any]] = {}
+        self._ports: dict[str, StorePort] = {}
         self._idle: anyio.Event | None = None
         self._is_terminated = False
         self.reports_at_once = False

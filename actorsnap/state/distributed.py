@@ -13,9 +13,8 @@ from typing import Any, TypeAlias, TypeGuard
 import msgspec
 import torch
 
-from actorsnap.format.geometry import Box
+from actorsnap.format.geometry import Box, Placed, Placement, local_shape, place
 from actorsnap.format.manifest import TensorType
-from actorsnap.planning.mesh import Placed, Placement, local_shape, place
 from actorsnap.state.optim import ModelState, plain_name
 from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal, tensor_type
 

@@ -1,21 +1,51 @@
-"""Interface of a transport, and the transport inside one process.
+"""Interface of a transport, and ends whose messages pass through a link.
 
 A transport carries messages between participants (one per rank) and the coordinator of one call, in
 order. It may lose messages after a party is gone. ``receive`` also returns its own observations.
+
+The trainer owns the mailbox. Its ``Relay`` passes messages to and from the ``RelayedEnds`` of an
+engine in the uploader process. If the trainer ends after staging, that process opens the mailbox
+itself and connects the ends to its own relay.
+
+This module must not know links, processes or torch.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+import contextlib
+import math
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 import msgspec
-from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
+from actorsnap.protocol.failure import Failure, Stage, explain_coordinator_loss
+from actorsnap.protocol.messages import (
+    Aborted,
+    Arrived,
+    Failed,
+    FromCoordinator,
+    Proceed,
+    ToCoordinator,
+)
 from actorsnap.protocol.rounds import TakenOver
 
-__all__ = ["Began", "Broken", "CoordinatorEnd", "InprocTransport", "PeerLost", "ParticipantEnd"]
+__all__ = [
+    "Began",
+    "Broken",
+    "CoordinatorEnd",
+    "InprocEnds",
+    "Item",
+    "Message",
+    "ParticipantEnd",
+    "PeerLost",
+    "Relay",
+    "RelayLink",
+    "RelayedEnds",
+    "decode_item",
+    "encode_item",
+]
 
 
 class Began(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,73 +98,261 @@ class CoordinatorEnd(Protocol):
         """Returns why the ranks may have given this process up: it may have been stopped."""
 
 
-_MAX_MESSAGES_PER_RANK = 16
-"""Capacity of a stream; a call takes fewer than ten messages per rank."""
+Message: TypeAlias = FromCoordinator | ToCoordinator
+Item: TypeAlias = FromCoordinator | ToCoordinator | PeerLost | Broken
+
+_item = msgspec.msgpack.Decoder(Item)
 
 
-class InprocTransport:
-    """All ends of one call in one process; messages are not encoded."""
+def encode_item(item: Item) -> bytes:
+    return msgspec.msgpack.encode(item)
 
-    def __init__(self, world_size: int) -> None:
-        self._up_send, self._up_receive = anyio.create_memory_object_stream[ToCoordinator](
-            _MAX_MESSAGES_PER_RANK * world_size
-        )
-        self._down: list[
-            tuple[
-                MemoryObjectSendStream[FromCoordinator], MemoryObjectReceiveStream[FromCoordinator]
-            ]
-        ] = [
-            anyio.create_memory_object_stream[FromCoordinator](_MAX_MESSAGES_PER_RANK)
-            for _ in range(world_size)
-        ]
 
-    def participant(self, rank: int) -> _InprocParticipant:
-        return _InprocParticipant(self._up_send, self._down[rank][1])
+def decode_item(data: bytes) -> Item:
+    item: Item = _item.decode(data)
+    return item
 
-    def coordinator(self) -> _InprocCoordinator:
-        return _InprocCoordinator(self._up_receive, [send for send, _ in self._down])
+
+class RelayLink(Protocol):
+    def post(self, to: int | None, message: Message) -> None:
+        """Queues ``message`` for rank ``to``; None: the coordinator."""
+        ...
+
+    async def absence(self) -> str | None:
+        """See ``CoordinatorEnd``."""
+        ...
+
+
+class _RelayedEnd:
+    def __init__(self, wire: RelayLink) -> None:
+        self.wire = wire
+        self._in, self._out = anyio.create_memory_object_stream[Item | TakenOver](math.inf)
+
+    def put(self, item: Item | TakenOver) -> None:
+        self._in.send_nowait(item)
+
+    async def receive(self) -> Any:
+        return await self._out.receive()
 
     def close(self) -> None:
-        self._up_send.close()
-        self._up_receive.close()
-        for send, receive in self._down:
-            send.close()
-            receive.close()
+        self._in.close()
+        self._out.close()
 
 
-class _InprocParticipant:
-    def __init__(
-        self,
-        send: MemoryObjectSendStream[ToCoordinator],
-        receive: MemoryObjectReceiveStream[FromCoordinator],
-    ) -> None:
-        self._send = send
-        self._receive = receive
+class RelayedParticipant(_RelayedEnd):
+    """See ``transport.ends.ParticipantEnd``."""
 
     async def send(self, message: ToCoordinator) -> None:
-        await self._send.send(message)
-
-    async def receive(self) -> FromCoordinator:
-        return await self._receive.receive()
+        self.wire.post(None, message)
 
     def has_coordinator(self) -> bool:
         return True
 
 
-class _InprocCoordinator:
-    def __init__(
-        self,
-        receive: MemoryObjectReceiveStream[ToCoordinator],
-        sends: list[MemoryObjectSendStream[FromCoordinator]],
-    ) -> None:
-        self._receive = receive
-        self._sends = sends
+class RelayedCoordinator(_RelayedEnd):
+    """See ``transport.ends.CoordinatorEnd``."""
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
-        await self._sends[rank].send(message)
+        self.wire.post(rank, message)
 
-    async def receive(self) -> ToCoordinator:
-        return await self._receive.receive()
+    async def absence(self) -> str | None:
+        return await self.wire.absence()
+
+
+class RelayedEnds:
+    """An engine's ends of one call; ``coordinator`` on rank 0 only. On the loop only."""
+
+    def __init__(self, wire: RelayLink, *, rank: int) -> None:
+        self.participant = RelayedParticipant(wire)
+        self.coordinator = RelayedCoordinator(wire) if rank == 0 else None
+        self._ends: list[_RelayedEnd] = [self.participant]
+        if self.coordinator is not None:
+            self._ends.append(self.coordinator)
+
+    def put(self, to_coordinator: bool, item: Item) -> None:
+        end = self.coordinator if to_coordinator else self.participant
+        assert end is not None
+        end.put(item)
+
+    def move(self, wire: RelayLink) -> None:
+        """Connects the ends to another wire; messages in transit may be lost."""
+        for end in self._ends:
+            end.wire = wire
+            end.put(TakenOver())
+
+    def break_off(self, reason: str) -> None:
+        for end in self._ends:
+            end.put(Broken(reason=reason))
+
+    def close(self) -> None:
+        """Idempotent."""
+        for end in self._ends:
+            end.close()
+
+
+class InprocEnds(RelayedEnds):
+    """Both ends of a single rank's call; messages are not encoded."""
+
+    def __init__(self) -> None:
+        super().__init__(self, rank=0)
+
+    def post(self, to: int | None, message: Message) -> None:
+        self.put(to is None, message)
 
     async def absence(self) -> str | None:
         return None
+
+
+class Relay:
+    """The mailbox' side of one call; a ``RelayLink``. On the loop only.
+
+    Args:
+        participant, coordinator: Ends of the mailbox; ``coordinator`` on rank 0 only.
+        on_aborted: Called when the coordinator aborts the call.
+    """
+
+    def __init__(
+        self,
+        *,
+        rank: int,
+        world_size: int,
+        participant: ParticipantEnd,
+        coordinator: CoordinatorEnd | None,
+        on_aborted: Callable[[Failure], None],
+    ) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._participant = participant
+        self._coordinator = coordinator
+        self._on_aborted = on_aborted
+        self._put: Callable[[bool, Item], None] | None = None
+        self._kept: list[tuple[bool, Item]] | None = []
+        self._posted_in, self._posted_out = anyio.create_memory_object_stream[
+            tuple[int | None, Message] | anyio.Event
+        ](math.inf)
+        # To conclude the call in place of an engine that died.
+        self._rounds = dict.fromkeys(range(world_size), 0)
+        self._sent_outcome: Proceed | Aborted | None = None
+        self._outcome: Proceed | Aborted | PeerLost | Broken | None = None
+        self._over = anyio.Event()
+
+    async def run(self) -> None:
+        """Passes messages on until cancelled. Call once."""
+        async with self._posted_in, self._posted_out, anyio.create_task_group() as tasks:
+            tasks.start_soon(self._send_posted)
+            tasks.start_soon(self._pass_on, self._participant, False)
+            if self._coordinator is not None:
+                tasks.start_soon(self._pass_on, self._coordinator, True)
+
+    def attach(self, put: Callable[[bool, Item], None]) -> None:
+        """Passes all items to an engine, also those received so far."""
+        self._put = put
+        for to_coordinator, item in self._kept or ():
+            put(to_coordinator, item)
+
+    def forget(self) -> None:
+        """Stops keeping items: no engine can replace the present one."""
+        self._kept = None
+
+    def post(self, to: int | None, message: Message) -> None:
+        if to is not None:
+            self._sent_outcome = _outcome_of(message) or self._sent_outcome
+        with contextlib.suppress(anyio.ClosedResourceError):  # the call has ended
+            self._posted_in.send_nowait((to, message))
+
+    async def flush(self) -> None:
+        sent = anyio.Event()
+        self._posted_in.send_nowait(sent)
+        await sent.wait()
+
+    async def absence(self) -> str | None:
+        assert self._coordinator is not None
+        return await self._coordinator.absence()
+
+    async def conclude(
+        self, failure: Failure, look: Callable[[], Awaitable[bool | None]]
+    ) -> Failure | None:
+        """Ends the call in place of an engine that is gone; on rank 0, for all ranks.
+
+        Args:
+            failure: Why there is no engine.
+            look: Returns whether the call has committed; None: the storage does not answer.
+
+        Returns:
+            None if committed.
+        """
+        self._put = None
+        if self._coordinator is not None:
+            return await self._conclude_for_all(failure, look)
+        if self._outcome is None:
+            self.post(None, Failed(self._rank, failure))
+            await self._over.wait()
+        match self._outcome:
+            case Aborted(verdict):
+                return verdict
+            case Proceed():
+                return None
+            case PeerLost(silent_s=silent_s):
+                reason = explain_coordinator_loss(silent_s)
+            case Broken(reason=reason):
+                pass
+        if await look():
+            return None
+        return Failure(reason=reason, stage=Stage.COMMIT, rank=0, may_be_visible=True)
+
+    async def _conclude_for_all(
+        self, failure: Failure, look: Callable[[], Awaitable[bool | None]]
+    ) -> Failure | None:
+        outcome = self._sent_outcome
+        if outcome is None:
+            is_committed = await look()
+            outcome = Proceed(0, is_last=True) if is_committed else Aborted(failure)
+        for rank in range(self._world_size):
+            message = outcome
+            if isinstance(outcome, Proceed):
+                message = Proceed(self._rounds[rank], is_last=True)
+            self.post(rank, message)
+        return outcome.failure if isinstance(outcome, Aborted) else None
+
+    def _note(self, item: Item) -> None:
+        outcome = item if isinstance(item, PeerLost | Broken) else _outcome_of(item)
+        if outcome is not None:
+            self._outcome = outcome
+            self._over.set()
+        if isinstance(item, Aborted):
+            self._on_aborted(item.failure)
+
+    async def _send_posted(self) -> None:
+        async for posted in self._posted_out:
+            if isinstance(posted, anyio.Event):
+                posted.set()
+                continue
+            to, message = posted
+            if to is None:
+                await self._participant.send(message)  # type: ignore[arg-type]
+            else:
+                assert self._coordinator is not None
+                await self._coordinator.send(to, message)  # type: ignore[arg-type]
+
+    async def _pass_on(self, end: ParticipantEnd | CoordinatorEnd, to_coordinator: bool) -> None:
+        while True:
+            item = await end.receive()
+            assert not isinstance(item, TakenOver)
+            if isinstance(item, Began):
+                continue  # the call is the same on all ranks
+            if to_coordinator and isinstance(item, Arrived):
+                self._rounds[item.rank] = item.round
+            if self._kept is not None:
+                self._kept.append((to_coordinator, item))
+            if self._put is not None:
+                self._put(to_coordinator, item)
+            if not to_coordinator:
+                self._note(item)
+            if isinstance(item, Broken):
+                return
+
+
+def _outcome_of(message: object) -> Proceed | Aborted | None:
+    if isinstance(message, Aborted) or (isinstance(message, Proceed) and message.is_last):
+        return message
+    return None

@@ -13,13 +13,14 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from enum import Enum, IntEnum, auto
+from enum import IntEnum
 from typing import Any, Protocol, TypeAlias
 
 import msgspec
 
 from actorsnap.errors import describe, text_of
 from actorsnap.log import Log
+from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
 __all__ = [
     "PIECE_BYTES",
@@ -29,7 +30,6 @@ __all__ = [
     "Frame",
     "Kind",
     "Mailbox",
-    "Outgoing",
     "Pulse",
     "QueueStore",
     "StoreStatistics",
@@ -40,9 +40,12 @@ logger = Log(__name__)
 PIECE_BYTES = 4 << 20
 """Maximum payload of a frame. The server closes a connection that sends over 8 MiB."""
 
-_MAX_REUSED_BYTES = 64 << 10
 _FOREVER = timedelta(days=365)
 """torch prints a warning each time a timeout expires."""
+
+_encoder = msgspec.msgpack.Encoder()
+_up_decoder = msgspec.msgpack.Decoder(ToCoordinator)
+_down_decoder = msgspec.msgpack.Decoder(FromCoordinator)
 
 _HELLO_MAX_S = 60.0
 _MAX_PARTIAL = 256
@@ -65,23 +68,21 @@ class QueueStore(Protocol):
         """Sets the timeout of all later calls."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class StoreStatistics:
-    """Traffic through the store since the port was made.
+    """Traffic through the store since the port was made. Each field has one writing thread.
 
     Attributes:
         messages_sent, messages_received: Without those within rank 0.
-        bytes_sent, bytes_received: Of all frames.
-        num_dropped: Late, foreign, or undecodable frames.
+        bytes_sent: Of all frames.
+        num_dropped: Late or foreign frames.
     """
 
-    messages_sent: int
-    bytes_sent: int
-    messages_received: int
-    bytes_received: int
-    beats_sent: int
-    beats_received: int
-    num_dropped: int
+    messages_sent: int = 0
+    bytes_sent: int = 0
+    messages_received: int = 0
+    num_dropped: int = 0
+    num_undecodable: int = 0
 
 
 class Kind(IntEnum):
@@ -110,25 +111,13 @@ class Pulse(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         every_s: Interval of this heartbeat, and the requested one of the others'.
-        open, tags: Numbers and tags of the sender's saves.
+        open: Tags of the sender's saves by number.
         awaited: Numbers of others' saves that the sender has not begun.
     """
 
     every_s: float
-    open: tuple[int, ...] = ()
+    open: dict[int, bytes] = {}
     awaited: tuple[int, ...] = ()
-    tags: tuple[bytes, ...] = ()
-
-    def tag(self, number: int) -> bytes | None:
-        return dict(zip(self.open, self.tags, strict=True)).get(number)
-
-
-@dataclass(frozen=True, slots=True)
-class Outgoing:
-    kind: Kind
-    number: int
-    message: object
-    token: bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,11 +141,8 @@ class Beat:
     is_hello: bool
 
 
-class _Wake(Enum):
-    WAKE = auto()
-
-
-_Job: TypeAlias = tuple[int, Outgoing | Frame] | _Wake | None
+_Job: TypeAlias = tuple[int, Frame, object] | tuple[()] | None
+"""Receiver, frame, message for its payload, if any. Empty: look at the heartbeat; None: end."""
 
 
 class Mailbox:
@@ -181,8 +167,6 @@ class Mailbox:
         keys: Sequence[str],
         rank: int,
         token: bytes,
-        up: Any,
-        down: Any,
         wake: Callable[[], None],
         clock: Callable[[], float],
     ) -> None:
@@ -199,14 +183,8 @@ class Mailbox:
         self._clock = clock
         self._outbox: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._connected = {"send": False, "receive": False}
-        # Each has one writing thread.
-        self._sent = [0, 0, 0]
-        self._received = [0, 0, 0]
-        self._num_undecodable = 0
+        self.statistics = StoreStatistics()
         self._is_continued = False
-        self._up_decoder = msgspec.msgpack.Decoder(up)
-        self._down_decoder = msgspec.msgpack.Decoder(down)
-        self._encoder = msgspec.msgpack.Encoder()
         store_for: dict[str, QueueStore] = {"send": store, "receive": store}
         self._threads = [
             threading.Thread(
@@ -226,24 +204,13 @@ class Mailbox:
     def is_connected(self) -> bool:
         return all(self._connected.values())
 
-    def put(self, to: int, what: Outgoing | Frame) -> None:
-        self._outbox.put((to, what))
+    def put(self, to: int, frame: Frame, message: object = None) -> None:
+        """Queues a frame; with ``message`` as its payload, in pieces if it is large."""
+        self._outbox.put((to, frame, message))
 
     def wake_up(self) -> None:
         """Makes the sending thread look at ``beat``."""
-        self._outbox.put(_Wake.WAKE)
-
-    def statistics(self, num_dropped: int) -> StoreStatistics:
-        """Thread-safe."""
-        return StoreStatistics(
-            messages_sent=self._sent[0],
-            bytes_sent=self._sent[1],
-            beats_sent=self._sent[2],
-            messages_received=self._received[0],
-            bytes_received=self._received[1],
-            beats_received=self._received[2],
-            num_dropped=num_dropped + self._num_undecodable,
-        )
+        self._outbox.put(())
 
     def stop(self, *, is_continued: bool = False) -> None:
         """Ends the threads after sending; empties the mailbox unless it is continued."""
@@ -285,14 +252,13 @@ class Mailbox:
             # A blocking pop costs two requests: queued values are popped without blocking.
             data = store.queue_pop(key, num_waiting == 0)
             num_waiting = num_waiting - 1 if num_waiting else store.queue_len(key)
-            self._received[1] += len(data)
             try:
                 frame = decoder.decode(data)
                 if frame.kind is Kind.STOP and frame.token == self._token:
                     break
                 arrived = self._decode(frame, pieces)
             except Exception as error:  # any content: the thread must continue
-                self._num_undecodable += 1
+                self.statistics.num_undecodable += 1
                 logger.warning("%s: dropped a frame of %d bytes: %s", key, len(data), error)
                 continue
             if arrived is not None:
@@ -306,7 +272,6 @@ class Mailbox:
     ) -> Delivered | None:
         """Returns None if pieces are missing."""
         if frame.kind is Kind.BEAT:
-            self._received[2] += 1
             return Delivered(frame, msgspec.msgpack.decode(frame.payload, type=Pulse))
         if frame.kind not in (Kind.UP, Kind.DOWN):
             return Delivered(frame)
@@ -316,19 +281,18 @@ class Mailbox:
             pieces.setdefault(place, []).append(payload)
             if len(pieces) > _MAX_PARTIAL:
                 del pieces[next(iter(pieces))]
-                self._num_undecodable += 1
+                self.statistics.num_undecodable += 1
             return None
         if place in pieces:
             payload = b"".join([*pieces.pop(place), payload])
             frame = msgspec.structs.replace(frame, payload=b"")
-        self._received[0] += 1
-        decoder = self._up_decoder if frame.kind is Kind.UP else self._down_decoder
+        self.statistics.messages_received += 1
+        decoder = _up_decoder if frame.kind is Kind.UP else _down_decoder
         return Delivered(frame, decoder.decode(payload))
 
     def _send(self, store: QueueStore) -> None:
         beat_at, hello_s = 0.0, 0.0
         sent: Beat | None = None
-        encoded: tuple[object, bytes] = (None, b"")
         while True:
             beat = self._beat_to_send()
             try:
@@ -339,12 +303,12 @@ class Mailbox:
             else:
                 if job is None:
                     return
-                if isinstance(job, tuple):
-                    to, what = job
-                    if isinstance(what, Frame):
-                        self._push(store, to, self._encoder.encode(what))
+                if job:
+                    to, frame, message = job
+                    if message is None:
+                        self._push(store, to, _encoder.encode(frame))
                     else:
-                        encoded = self._push_message(store, to, what, encoded)
+                        self._push_message(store, to, frame, message)
                 beat = self._beat_to_send()
             if beat is not sent:
                 # Report begins and ends of saves and sessions at once.
@@ -356,7 +320,6 @@ class Mailbox:
                     every_s = hello_s = min(max(every_s, 2 * hello_s), _HELLO_MAX_S)
                 for other in list(self.present):
                     self._push(store, other, beat.frame)
-                    self._sent[2] += 1
                 beat_at = time.monotonic() + every_s
                 self.beaten.append(self._clock())
 
@@ -367,29 +330,23 @@ class Mailbox:
         is_mute = beat is not None and beat.is_hello and not self._connected["receive"]
         return None if is_mute else beat
 
-    def _push_message(
-        self, store: QueueStore, to: int, job: Outgoing, encoded: tuple[object, bytes]
-    ) -> tuple[object, bytes]:
-        """Encodes a message to many ranks once."""
-        if encoded[0] is not job.message:
-            try:
-                encoded = (job.message, self._encoder.encode(job.message))
-            except Exception as error:  # a defect, limited to one message
-                logger.exception("%s: a message cannot be encoded", self._keys[self._rank])
-                self._post(Fault(f"a message cannot be encoded: {describe(error)}", job.number))
-                return encoded
-        payload = encoded[1]
+    def _push_message(self, store: QueueStore, to: int, frame: Frame, message: object) -> None:
+        try:
+            payload = _encoder.encode(message)
+        except Exception as error:  # a defect, limited to one message
+            logger.exception("%s: a message cannot be encoded", self._keys[self._rank])
+            self._post(Fault(f"a message cannot be encoded: {describe(error)}", frame.number))
+            return
         for begin in range(0, max(1, len(payload)), PIECE_BYTES):
             piece = payload[begin : begin + PIECE_BYTES]
             is_last = begin + PIECE_BYTES >= len(payload)
-            frame = Frame(job.kind, self._rank, job.token, job.number, piece, is_last)
-            self._push(store, to, self._encoder.encode(frame))
-        self._sent[0] += 1
-        return encoded if len(payload) <= _MAX_REUSED_BYTES else (None, b"")
+            part = msgspec.structs.replace(frame, payload=piece, is_last=is_last)
+            self._push(store, to, _encoder.encode(part))
+        self.statistics.messages_sent += 1
 
     def _push(self, store: QueueStore, to: int, data: bytes) -> None:
         store.queue_push(self._keys[to], data)
-        self._sent[1] += len(data)
+        self.statistics.bytes_sent += len(data)
 
     def _post(self, arrived: Delivered | Fault) -> None:
         self.arrived.append(arrived)

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import os
 import secrets
 import threading
@@ -33,8 +32,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, TypeAlias
 
 import anyio
 import anyio.lowlevel
@@ -42,6 +40,7 @@ import msgspec
 
 from actorsnap.errors import UsageError
 from actorsnap.log import Log
+from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 from actorsnap.transport.ends import Began, Broken, PeerLost
 from actorsnap.transport.mailbox import (
     Beat,
@@ -50,27 +49,22 @@ from actorsnap.transport.mailbox import (
     Frame,
     Kind,
     Mailbox,
-    Outgoing,
     Pulse,
     QueueStore,
     StoreStatistics,
 )
 
 __all__ = [
-    "PortTiming",
-    "QueueStore",
+    "CONNECT_S",
     "StoreCoordinator",
     "StoreParticipant",
     "StorePort",
     "StoreSave",
-    "StoreStatistics",
 ]
 
 logger = Log(__name__)
 
-Up = TypeVar("Up")
-Down = TypeVar("Down")
-In = TypeVar("In")
+_Received: TypeAlias = ToCoordinator | FromCoordinator | Began | PeerLost | Broken
 
 _COORDINATOR = 0
 _MAX_LOOK_S = 1.0
@@ -78,23 +72,26 @@ _GIVEN_UP = 2 / 3
 """Part of ``lost_after_s`` after which an absent process may have been given up: others may have
 last heard it ``lost_after_s`` / 6 or slightly more before its absence.
 """
-_MAX_KEPT_NUMBERS = 16
 _MAX_UNPROVEN = 256
+
+CONNECT_S = 60.0
+"""Time without a connection after which the store is lost."""
+
 _EXIT_S = 2.0
 
 _TOKEN_BYTES = 8
 _NO_PULSE = msgspec.msgpack.encode(Pulse(0.0))
 
 
-class _End(Generic[In]):
+class _End:
     """Queues items for one party of one save. On the loop only."""
 
-    def __init__(self, port: StorePort[Any, Any], number: int, lost_after_s: float) -> None:
+    def __init__(self, port: StorePort, number: int, lost_after_s: float) -> None:
         self._port = port
         self._number = number
         self._lost_after_s = lost_after_s
         self._look_s = min(_MAX_LOOK_S, lost_after_s / 8)
-        self._items: deque[In | Began | PeerLost | Broken] = deque()
+        self._items: deque[_Received] = deque()
         self._came: anyio.Event | None = None
         self._heard: dict[int, float] = {}
         self._reported: set[int] = set()
@@ -104,7 +101,7 @@ class _End(Generic[In]):
         self._asked_s: float | None = None
         self._away_s = 0.0
 
-    def put(self, item: In | Began | PeerLost | Broken) -> None:
+    def put(self, item: _Received) -> None:
         if self._is_broken:
             return
         self._is_broken = isinstance(item, Broken)
@@ -149,7 +146,7 @@ class _End(Generic[In]):
         now = self._port._look(2 * self._look_s)
         if self._asked_s is None:
             self._asked_s = now
-        connect_s = self._port._timing.connect_s
+        connect_s = self._port._connect_s
         if not self._port.is_connected and now - self._asked_s > connect_s:
             self.put(Broken(reason=f"the job's store has not answered for {connect_s:g} s"))
         silent = [
@@ -158,14 +155,16 @@ class _End(Generic[In]):
             if now - heard > self._lost_after_s
         ]
         for rank, silent_s in silent:
-            self._port._lost(rank)
+            if self._port.rank == _COORDINATOR:
+                # No heartbeats to a lost rank until it is heard again.
+                self._port._mailbox.present.pop(rank, None)
             self.lose(rank, silent_s)
 
 
-class StoreParticipant(_End[Down], Generic[Up, Down]):
+class StoreParticipant(_End):
     """A rank's end of one save; see ``transport.ends.ParticipantEnd``."""
 
-    colleague: StoreCoordinator[Up, Down] | None = None
+    colleague: StoreCoordinator | None = None
     is_orphan = False
     is_coordinated = False
 
@@ -173,7 +172,7 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
         self._port._dispatch()
         return self.is_coordinated or self.colleague is not None
 
-    async def send(self, message: Up) -> None:
+    async def send(self, message: ToCoordinator) -> None:
         self._check()
         if self.is_orphan:
             return
@@ -182,16 +181,13 @@ class StoreParticipant(_End[Down], Generic[Up, Down]):
         else:
             self._port._send_up(self._number, message)
 
-    async def receive(self) -> Down | PeerLost | Broken:
-        return cast("Down | PeerLost | Broken", await super().receive())
 
-
-class StoreCoordinator(_End[Up], Generic[Up, Down]):
+class StoreCoordinator(_End):
     """The coordinator's end of one save; see ``transport.ends.CoordinatorEnd``."""
 
-    colleague: StoreParticipant[Up, Down]
+    colleague: StoreParticipant
 
-    def began(self, rank: int, tag: bytes | None) -> None:
+    def began(self, rank: int, tag: bytes) -> None:
         if tag and rank not in self._begun:
             self._begun.add(rank)
             self.put(Began(rank=rank, tag=tag))
@@ -205,18 +201,15 @@ class StoreCoordinator(_End[Up], Generic[Up, Down]):
             "have given it up"
         )
 
-    async def send(self, rank: int, message: Down) -> None:
+    async def send(self, rank: int, message: FromCoordinator) -> None:
         self._check()
         if rank == self._port.rank:
             self.colleague.put(message)
         else:
-            self._port._send_down(rank, self._number, message)
-
-    async def receive(self) -> Up | Began | PeerLost | Broken:
-        return cast("Up | Began | PeerLost | Broken", await super().receive())
+            self._port.send_down(rank, self._number, message)
 
 
-class StoreSave(Generic[Up, Down]):
+class StoreSave:
     """This process' part in one save; ``coordinator`` on rank 0 only.
 
     Attributes:
@@ -224,17 +217,17 @@ class StoreSave(Generic[Up, Down]):
         tag: See ``Began``.
     """
 
-    def __init__(
-        self, port: StorePort[Up, Down], number: int, lost_after_s: float, tag: bytes
-    ) -> None:
+    def __init__(self, port: StorePort, number: int, lost_after_s: float, tag: bytes) -> None:
         self._port = port
         self.number = number
         self.tag = tag
         self.lost_after_s = lost_after_s
-        self.participant: StoreParticipant[Up, Down] = StoreParticipant(port, number, lost_after_s)
-        self.coordinator: StoreCoordinator[Up, Down] | None = None
+        self.participant = StoreParticipant(port, number, lost_after_s)
+        self.coordinator: StoreCoordinator | None = None
+        self.ends: list[_End] = [self.participant]
         if port.rank == _COORDINATOR:
             self.coordinator = StoreCoordinator(port, number, lost_after_s)
+            self.ends.append(self.coordinator)
             # Messages within rank 0 bypass the store.
             self.coordinator.colleague = self.participant
             self.participant.colleague = self.coordinator
@@ -243,43 +236,31 @@ class StoreSave(Generic[Up, Down]):
     def scope(self) -> str:
         """Prefix for keys in the store: unique to this save, equal on all ranks."""
         port = self._port
-        return f"actorsnap/{port.namespace}/{(port._session or b'').hex()}/{self.number}"
+        return f"actorsnap/{port.namespace}/{(port.session or b'').hex()}/{self.number}"
 
     def close(self) -> None:
         """Thread-safe and idempotent."""
         self._port._run_on_loop(lambda: self._port._end(self))
 
-    def __enter__(self) -> StoreSave[Up, Down]:
+    def __enter__(self) -> StoreSave:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _ends(self) -> list[_End[Any]]:
-        return [self.participant, *([] if self.coordinator is None else [self.coordinator])]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PortTiming:
-    """Timing of a port, in seconds.
-
-    Attributes:
-        clock: Measures silence only.
-    """
-
-    beat_s: float = 5.0
-    connect_s: float = 60.0
-    clock: Callable[[], float] = time.monotonic
-
-
-class StorePort(Generic[Up, Down]):
+class StorePort:
     """One process' access to the mailboxes of a group.
 
     Args:
         store: Cloned by the daemon threads, then released.
         namespace: Identifies the job and the group; unique within the store.
         call_soon: Runs a callback on the event loop of the ends; thread-safe.
+        clock: Measures silence only; in seconds.
         session: Session of another process' port to continue, if any.
+
+    Attributes:
+        session: None until rank 0 has answered. On the loop only.
     """
 
     def __init__(
@@ -289,10 +270,10 @@ class StorePort(Generic[Up, Down]):
         namespace: str,
         rank: int,
         world_size: int,
-        up: Any,
-        down: Any,
         call_soon: Callable[[Callable[[], None]], None],
-        timing: PortTiming | None = None,
+        beat_s: float = 5.0,
+        connect_s: float = CONNECT_S,
+        clock: Callable[[], float] = time.monotonic,
         first_number: int = 0,
         session: bytes | None = None,
     ) -> None:
@@ -301,8 +282,9 @@ class StorePort(Generic[Up, Down]):
         self.namespace = namespace
         self._label = f"{namespace}/{rank}"
         self._call_soon = call_soon
-        self._timing = timing or PortTiming()
-        self._clock = self._timing.clock
+        self._beat_s = beat_s
+        self._connect_s = connect_s
+        self._clock = clock
         self._pid = os.getpid()
         self._is_closing = False
         self._fault: str | None = None
@@ -311,18 +293,17 @@ class StorePort(Generic[Up, Down]):
         # The other ranks get the session with the welcome.
         if session is None and rank == _COORDINATOR:
             session = self._token
-        self._session = session
-        self._before_welcome: list[tuple[int, Up]] = []
+        self.session = session
+        self._before_welcome: list[tuple[int, ToCoordinator]] = []
         self._unproven: deque[Delivered] = deque()
         self._left: set[int] = set()
 
         self._numbering = threading.Lock()
-        self._next_number = first_number
-        self._open: dict[int, StoreSave[Up, Down]] = {}
+        self.next_number = first_number
+        self._open: dict[int, StoreSave] = {}
         self._kept: dict[int, list[Delivered]] = {}
-        self._forgotten: set[int] = set()
-        self._ended: set[int] = set()
-        self._ended_below = first_number
+        # On the loop, which may register a save later than it is begun.
+        self._registered_below = first_number
 
         # By sender: saves that this process has not begun.
         self._awaited: dict[int, Pulse] = {}
@@ -330,15 +311,12 @@ class StorePort(Generic[Up, Down]):
         self._active_s = 0.0
         self._looked_s = self._beaten_s = self._clock()
 
-        self._num_dropped = 0
         self._is_dispatch_due = False
         self._mailbox = Mailbox(
             store,
             keys=[f"actorsnap/{namespace}/{other}" for other in range(world_size)],
             rank=rank,
             token=self._token,
-            up=up,
-            down=down,
             wake=self._wake,
             clock=self._clock,
         )
@@ -353,23 +331,9 @@ class StorePort(Generic[Up, Down]):
     def is_broken(self) -> bool:
         return self._fault is not None or self._is_closing
 
-    @property
-    def session(self) -> bytes | None:
-        """None until rank 0 has answered. On the loop only."""
-        return self._session
-
-    @property
-    def _own_session(self) -> bytes:
-        assert self._session is not None
-        return self._session
-
-    @property
-    def next_number(self) -> int:
-        return self._next_number
-
     def begin(
         self, *, lost_after_s: float = 30.0, number: int | None = None, tag: bytes = b""
-    ) -> StoreSave[Up, Down]:
+    ) -> StoreSave:
         """Begins a save. From any thread, in the same order on all ranks.
 
         Args:
@@ -379,37 +343,35 @@ class StorePort(Generic[Up, Down]):
         Raises:
             UsageError: The process was forked from the port's.
         """
-        self._check_process()
+        if self._pid != os.getpid():
+            raise UsageError(
+                f"the connection to the job's store belongs to process {self._pid}, which this "
+                "process was forked from. Save in the process that initialised the process group"
+            )
         with self._numbering:
             if number is None:
-                number = self._next_number
-            else:
-                assert number >= self._next_number
-                self._run_on_loop(functools.partial(self._leave_out, number))
-            self._next_number = number + 1
+                number = self.next_number
+            assert number >= self.next_number
+            self.next_number = number + 1
             save = StoreSave(self, number, lost_after_s, tag)
             self._run_on_loop(lambda: self._register(save))
             return save
 
-    def begin_after(self, save: StoreSave[Up, Down]) -> StoreSave[Up, Down] | None:
+    def begin_after(self, save: StoreSave) -> StoreSave | None:
         """Begins the save after ``save``, with its tag, unless it has begun. On the loop."""
         with self._numbering:
-            number = self._next_number
+            number = self.next_number
             if number != save.number + 1:
                 return None
-            self._next_number = number + 1
+            self.next_number = number + 1
         following = StoreSave(self, number, save.lost_after_s, save.tag)
         # Its messages must not overtake its heartbeat.
         self._register(following)
         return following
 
-    def send_late(self, rank: int, number: int, message: Down) -> None:
-        """Sends a message in a save that ended here."""
-        self._send_down(rank, number, message)
-
+    @property
     def statistics(self) -> StoreStatistics:
-        """Thread-safe."""
-        return self._mailbox.statistics(self._num_dropped)
+        return self._mailbox.statistics
 
     def close(self, timeout_s: float = 8.0, *, is_continued: bool = False) -> None:
         """Sends queued messages and *bye*, empties the mailbox, and ends the threads.
@@ -429,21 +391,14 @@ class StorePort(Generic[Up, Down]):
                 Fault("this process has closed its access to the job's store")
             )
             self._wake()
-            if self._session is not None and not is_continued:
+            if self.session is not None and not is_continued:
                 others = [_COORDINATOR]
                 if self.rank == _COORDINATOR:
                     others = list(self._mailbox.present)
                 for other in others:
-                    self._put(other, Kind.BYE, self._session)
+                    self._put(other, Kind.BYE, self.session)
             self._mailbox.stop(is_continued=is_continued)
         self._mailbox.join(timeout_s)
-
-    def _check_process(self) -> None:
-        if self._pid != os.getpid():
-            raise UsageError(
-                f"the connection to the job's store belongs to process {self._pid}, which this "
-                "process was forked from. Save in the process that initialised the process group"
-            )
 
     def _wake(self) -> None:
         if not self._is_dispatch_due:
@@ -464,8 +419,10 @@ class StorePort(Generic[Up, Down]):
             arrived = self._mailbox.arrived.popleft()
             if isinstance(arrived, Fault):
                 self._on_fault(arrived)
+            elif self.rank == _COORDINATOR:
+                self._on_frame_up(arrived)
             else:
-                self._on_frame(arrived)
+                self._on_frame_down(arrived)
 
     def _look(self, max_step_s: float) -> float:
         """Returns the seconds during which this process could receive."""
@@ -487,7 +444,7 @@ class StorePort(Generic[Up, Down]):
             self._beaten_s = now  # no other rank has heard this process yet
         away_s = max(away_s, now - self._beaten_s)
         for save in self._open.values():
-            for end in save._ends():
+            for end in save.ends:
                 end._away_s = max(end._away_s, away_s)
 
     def _on_fault(self, fault: Fault) -> None:
@@ -498,16 +455,10 @@ class StorePort(Generic[Up, Down]):
             self._fault = fault.reason
             self._break(list(self._open.values()), fault.reason)
 
-    def _break(self, saves: list[StoreSave[Up, Down]], reason: str) -> None:
+    def _break(self, saves: list[StoreSave], reason: str) -> None:
         for save in saves:
-            for end in save._ends():
+            for end in save.ends:
                 end.put(Broken(reason=reason))
-
-    def _on_frame(self, arrived: Delivered) -> None:
-        if self.rank == _COORDINATOR:
-            self._on_frame_up(arrived)
-        else:
-            self._on_frame_down(arrived)
 
     def _on_frame_up(self, arrived: Delivered) -> None:
         frame = arrived.frame
@@ -519,11 +470,12 @@ class StorePort(Generic[Up, Down]):
             self._left.discard(sender)
             self._mailbox.present[sender] = None
             self._awaited.pop(sender, None)
-            self._put(sender, Kind.WELCOME, self._own_session, frame.token)
+            assert self.session is not None
+            self._put(sender, Kind.WELCOME, self.session, frame.token)
             for number in self._open:
                 self._heard(number, sender)
             return
-        if frame.token != self._session:
+        if frame.token != self.session:
             if frame.kind in (Kind.UP, Kind.BEAT):
                 self._put(sender, Kind.BYE, frame.token)
             self._drop(frame, "another session")
@@ -551,11 +503,11 @@ class StorePort(Generic[Up, Down]):
                 self._drop(frame, "for another process with this rank: two jobs use one store")
         elif frame.kind in (Kind.HELLO, Kind.UP, Kind.STOP):
             self._drop(frame, "it is not for a rank other than 0")
-        elif self._session is None:
+        elif self.session is None:
             self._unproven.append(arrived)
             if len(self._unproven) > _MAX_UNPROVEN:
                 self._drop(self._unproven.popleft().frame, "too many before the welcome")
-        elif frame.token != self._session:
+        elif frame.token != self.session:
             self._drop(frame, "another session")
         elif frame.kind is Kind.BYE:
             self._on_coordinator_left()
@@ -563,11 +515,11 @@ class StorePort(Generic[Up, Down]):
             self._on_proven(arrived)
 
     def _on_welcome(self, session: bytes) -> None:
-        if session == self._session:
+        if session == self.session:
             return
-        if self._session is not None:
+        if self.session is not None:
             self._on_coordinator_left()
-        self._session = session
+        self.session = session
         self._set_beat()  # announces the saves to rank 0
         for number, message in self._before_welcome:
             self._send_up(number, message)
@@ -580,7 +532,7 @@ class StorePort(Generic[Up, Down]):
         self._set_beat()
 
     def _on_coordinator_left(self) -> None:
-        self._session = None
+        self.session = None
         self._awaited.clear()
         for save in self._open.values():
             # A later session reuses these numbers.
@@ -598,42 +550,30 @@ class StorePort(Generic[Up, Down]):
         if save is not None:
             self._heard(number, frame.sender)
             self._deliver(save, arrived)
-        elif self._is_over(number):
+        elif number < self._registered_below:
             self._drop(frame, "its save has ended")
         else:
             self._kept.setdefault(number, []).append(arrived)
-            while len(self._kept) > _MAX_KEPT_NUMBERS:
-                oldest = min(self._kept)
-                logger.warning(
-                    "%s: forgot what came for save %d, which has not begun here, though others "
-                    "are at %d",
-                    *(self._label, oldest, max(self._kept)),
-                )
-                self._num_dropped += len(self._kept.pop(oldest))
-                self._forgotten.add(oldest)
-
-    def _is_over(self, number: int) -> bool:
-        return number < self._ended_below or number in self._ended or number in self._forgotten
 
     def _on_pulse(self, sender: int, pulse: Pulse) -> None:
         for number in (*pulse.open, *pulse.awaited):
             self._heard(number, sender)
-        for number in pulse.open:
+        for number, tag in pulse.open.items():
             save = self._open.get(number)
             if save is not None and save.coordinator is not None:
-                save.coordinator.began(sender, pulse.tag(number))
+                save.coordinator.began(sender, tag)
             elif save is not None:
                 # Other ranks receive from rank 0 only.
                 save.participant.is_coordinated = True
-        awaited = [n for n in pulse.open if n not in self._open and not self._is_over(n)]
+        below = self._registered_below
+        awaited = {number: tag for number, tag in pulse.open.items() if number >= below}
         before = self._awaited.pop(sender, None)
         if awaited:
-            tags = tuple([pulse.tag(number) or b"" for number in awaited])
-            self._awaited[sender] = Pulse(pulse.every_s, tuple(awaited), tags=tags)
+            self._awaited[sender] = Pulse(pulse.every_s, awaited)
         if self._awaited.get(sender) != before:
             self._set_beat()
 
-    def _deliver(self, save: StoreSave[Up, Down], arrived: Delivered) -> None:
+    def _deliver(self, save: StoreSave, arrived: Delivered) -> None:
         if arrived.frame.kind is Kind.DOWN:
             save.participant.is_coordinated = True
             save.participant.put(arrived.content)
@@ -647,16 +587,17 @@ class StorePort(Generic[Up, Down]):
             listener.heard(sender, self._active_s)
 
     def _drop(self, frame: Frame, why: str) -> None:
-        self._num_dropped += 1
+        self.statistics.num_dropped += 1
         logger.debug(
             "%s: dropped a frame (%s of rank %d, save %d): %s",
             *(self._label, frame.kind.name, frame.sender, frame.number, why),
         )
 
-    def _register(self, save: StoreSave[Up, Down]) -> None:
+    def _register(self, save: StoreSave) -> None:
         number = save.number
-        if number < self._ended_below or number in self._ended:
-            return  # closed before it was registered
+        for gap in range(self._registered_below, number):
+            self.statistics.num_dropped += len(self._kept.pop(gap, ()))
+        self._registered_below = number + 1
         now = self._clock()
         self._note_absence(now)
         if not self._open:
@@ -668,13 +609,10 @@ class StorePort(Generic[Up, Down]):
         if self._fault is not None:
             self._break([save], self._fault)
             return
-        if number in self._forgotten:
-            self._break([save], f"this rank is more than {_MAX_KEPT_NUMBERS} saves behind others")
-            return
         if save.coordinator is not None:
             save.coordinator.began(_COORDINATOR, save.tag)
             for rank, pulse in self._awaited.items():
-                save.coordinator.began(rank, pulse.tag(number))
+                save.coordinator.began(rank, pulse.open.get(number, b""))
         for arrived in self._kept.pop(number, ()):
             self._heard(number, arrived.frame.sender)
             self._deliver(save, arrived)
@@ -683,90 +621,69 @@ class StorePort(Generic[Up, Down]):
                 self._heard(number, rank)
             for rank in sorted(self._left):
                 save.coordinator.lose(rank, 0.0)
-        elif self._session is not None:
+        elif self.session is not None:
             self._heard(number, _COORDINATOR)
         self._set_beat()
 
-    def _leave_out(self, number: int) -> None:
-        for gap in range(self._ended_below, number):
-            if gap not in self._open:
-                self._num_dropped += len(self._kept.pop(gap, ()))
-                self._ended.add(gap)
-        self._raise_ended_below()
-
-    def _end(self, save: StoreSave[Up, Down]) -> None:
-        number = save.number
-        for end in save._ends():
+    def _end(self, save: StoreSave) -> None:
+        for end in save.ends:
             end.close()
-        if number < self._ended_below or number in self._ended:
-            return
-        self._open.pop(number, None)
-        self._mailbox.wakes_on_beat = not self._open
-        self._kept.pop(number, None)
-        self._forgotten.discard(number)
-        self._ended.add(number)
-        self._raise_ended_below()
-        self._set_beat()
-
-    def _raise_ended_below(self) -> None:
-        while self._ended_below in self._ended:
-            self._ended.remove(self._ended_below)
-            self._ended_below += 1
+        if self._open.pop(save.number, None) is not None:
+            self._mailbox.wakes_on_beat = not self._open
+            self._set_beat()
 
     def _set_beat(self) -> None:
         awaited = {
             number
             for pulse in self._awaited.values()
             for number in pulse.open
-            if number not in self._open and not self._is_over(number)
+            if number >= self._registered_below
         }
         if self.rank != _COORDINATOR:
             self._mailbox.present = {_COORDINATOR: None}
         had_beat = self._mailbox.beat is not None
         if not self._open and not awaited:
             self._mailbox.beat = None
-            if had_beat and self._session is not None:
+            if had_beat and self.session is not None:
                 # Otherwise a rank that waits for a save of this process sends heartbeats for ever.
-                frame = Frame(Kind.BEAT, self.rank, self._session, payload=_NO_PULSE)
+                frame = Frame(Kind.BEAT, self.rank, self.session, payload=_NO_PULSE)
                 for other in self._mailbox.present:
                     self._mailbox.put(other, frame)
             return
         every_s = min(
-            self._timing.beat_s,
+            self._beat_s,
             *[save.lost_after_s / 6 for save in self._open.values()],
             *[pulse.every_s for pulse in self._awaited.values()],
         )
-        is_hello = self._session is None
+        is_hello = self.session is None
         if is_hello:
             frame = Frame(Kind.HELLO, self.rank, self._token)
         else:
-            assert self._session is not None
-            tags = tuple([save.tag for save in self._open.values()])
-            pulse = Pulse(every_s, tuple(self._open), tuple(sorted(awaited)), tags)
+            assert self.session is not None
+            tags = {number: save.tag for number, save in self._open.items()}
+            pulse = Pulse(every_s, tags, tuple(sorted(awaited)))
             payload = msgspec.msgpack.encode(pulse)
-            frame = Frame(Kind.BEAT, self.rank, self._session, payload=payload)
+            frame = Frame(Kind.BEAT, self.rank, self.session, payload=payload)
         self._mailbox.beat = Beat(msgspec.msgpack.encode(frame), every_s, is_hello)
         self._mailbox.wake_up()
-
-    def _lost(self, rank: int) -> None:
-        """Stops heartbeats to a lost rank until it is heard again."""
-        if self.rank == _COORDINATOR:
-            self._mailbox.present.pop(rank, None)
 
     def _put(self, to: int, kind: Kind, token: bytes, payload: bytes = b"") -> None:
         self._mailbox.put(to, Frame(kind, self.rank, token, payload=payload))
 
-    def _send_up(self, number: int, message: Up) -> None:
-        if self._session is None:
+    def _send_up(self, number: int, message: ToCoordinator) -> None:
+        if self.session is None:
             self._before_welcome.append((number, message))
         else:
-            self._mailbox.put(_COORDINATOR, Outgoing(Kind.UP, number, message, self._session))
+            frame = Frame(Kind.UP, self.rank, self.session, number)
+            self._mailbox.put(_COORDINATOR, frame, message)
 
-    def _send_down(self, to: int, number: int, message: Down) -> None:
-        self._mailbox.put(to, Outgoing(Kind.DOWN, number, message, self._own_session))
+    def send_down(self, to: int, number: int, message: FromCoordinator) -> None:
+        """Sends to a rank, also in a save that ended here."""
+        assert self.session is not None
+        self._mailbox.put(to, Frame(Kind.DOWN, self.rank, self.session, number), message)
 
 
-_ports: weakref.WeakSet[StorePort[Any, Any]] = weakref.WeakSet()
+_ports: weakref.WeakSet[StorePort] = weakref.WeakSet()
 
 
 def _close_all() -> None:

@@ -38,7 +38,7 @@ from actorsnap.protocol.failure import (
 )
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.state.sources import HostMemory
-from actorsnap.transport.ends import InprocTransport, PeerLost
+from actorsnap.transport.ends import Message, PeerLost, RelayedCoordinator, RelayedEnds
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -60,11 +60,11 @@ class World:
 
     def __init__(self, num_ranks: int, num_rounds: int, timeout_s: float = 60.0) -> None:
         self.num_ranks = num_ranks
-        self.transport = InprocTransport(num_ranks)
+        self.ends = [RelayedEnds(self, rank=rank) for rank in range(num_ranks)]
         self.stage = Stage.JOIN
         self.coordinator = CoordinatorActor(
             machine=Coordinator(world_size=num_ranks),
-            end=self.transport.coordinator(),
+            end=self.coordinator_end,
             decisions=self,
             aborted=restore_aborted,
             timeout_s=timeout_s,
@@ -72,7 +72,7 @@ class World:
         self.participants = [
             ParticipantActor(
                 machine=Participant(rank=rank),
-                end=self.transport.participant(rank),
+                end=self.ends[rank].participant,
                 aborted=restore_aborted,
                 timeout_s=timeout_s,
             )
@@ -82,18 +82,34 @@ class World:
         self.outcomes: dict[int, str | None] = {}
         self.ended_at: dict[int, float] = {}
 
+    @property
+    def coordinator_end(self) -> RelayedCoordinator:
+        end = self.ends[0].coordinator
+        assert end is not None
+        return end
+
+    def post(self, to: int | None, message: Message) -> None:
+        self.ends[to or 0].put(to is None, message)
+
+    async def absence(self) -> str | None:
+        return None
+
     def lose(self, rank: int) -> None:
         """As a transport says it to the coordinator."""
-        self.transport._up_send.send_nowait(PeerLost(rank=rank, silent_s=30.0))  # type: ignore[arg-type]
+        self.coordinator_end.put(PeerLost(rank=rank, silent_s=30.0))
 
     def lose_coordinator(self) -> None:
         """As a transport says it to the ranks."""
-        for send, _ in self.transport._down:
-            send.send_nowait(PeerLost(rank=0, silent_s=30.0))  # type: ignore[arg-type]
+        for ends in self.ends:
+            ends.participant.put(PeerLost(rank=0, silent_s=30.0))
 
     def decide(self, round: int, payloads: Mapping[int, bytes]) -> Continue:
         self.stage = Stage.READ
         return Continue(common=b"".join(payloads.values()), is_last=round == self.num_rounds - 1)
+
+    def close(self) -> None:
+        for ends in self.ends:
+            ends.close()
 
     async def run(
         self,
@@ -129,7 +145,7 @@ class World:
             for rank in range(self.num_ranks):
                 if rank not in without:
                     tasks.start_soon(run_rank, rank)
-        self.transport.close()
+        self.close()
         self.took_s = max(self.ended_at.values()) - begun_at
 
 
@@ -501,4 +517,4 @@ async def test_abandoned_here_and_now() -> None:
         with pytest.raises(RestoreAborted, match="the runtime was stopped"):
             await participant.arrive()
         tasks.cancel_scope.cancel()
-    world.transport.close()
+    world.close()

@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -185,7 +184,6 @@ def test_no_slots_give_a_valid_object() -> None:
         ([Slot("a", "float32", (2,), 4)], "not those of float32"),
         ([Slot("a", "float32", (-1, -1), 4)], "not those of float32"),
         ([Slot("a", "complex128", (1,), -16)], "-16 bytes"),
-        ([Slot("a", "uint8", (2**62,), 2**62), Slot("b", "uint8", (2**62,), 2**62)], "do not fit"),
     ],
 )
 def test_what_cannot_be_laid_out_is_refused(slots: list[Slot], message: str) -> None:
@@ -212,11 +210,6 @@ def test_a_header_that_is_too_long_is_refused_and_costs_foresee_it(
 def test_costs_are_at_least_what_the_header_takes(character: str) -> None:
     slot = Slot(character * 1000, "float8_e4m3fnuz", (0, 2**62, 2**62), 0)
     assert header_cost(slot) >= len(lay_out([slot]).header.rstrip()) - 8
-
-
-def test_a_hostile_shape_costs_no_time() -> None:
-    assert layout.bounded_volume([2**62] * 1_000_000) > 2**63
-    assert layout.bounded_volume([2**62] * 1_000_000 + [0]) == 0
 
 
 # Names and keys
@@ -302,15 +295,6 @@ def test_parse_takes_nothing_but_what_str_gives(text: str) -> None:
 )
 def test_other_folders_are_no_attempts(text: str) -> None:
     assert Attempt.parse(text) is None
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [("created_s", -1), ("created_s", 2**40), ("pid", -1), ("host", "xyz"), ("nonce", "0123ABCD")],
-)
-def test_attempts_that_cannot_be_named_are_refused(field: str, value: object) -> None:
-    with pytest.raises(ValueError, match=field):
-        msgspec.structs.replace(ATTEMPT, **{field: value})
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from actorsnap.errors import (
     UnsupportedFormat,
     UsageError,
 )
+from actorsnap.format import manifest
 from actorsnap.format.checksum import MAX_BLOCK_BYTES, choose_block_bytes, crc32c
 from actorsnap.format.layout import dtype_itemsize, manifest_key
 from actorsnap.format.manifest import (
@@ -40,6 +41,7 @@ from actorsnap.format.manifest import (
     TensorType,
     ValueEntry,
     ViewEntry,
+    check_json,
     decode_commit,
     decode_lone_rank_manifest,
     decode_rank_manifest,
@@ -770,14 +772,14 @@ def test_metadata_that_is_not_json_is_the_callers_mistake(
     metadata: dict[str, Any], place: str
 ) -> None:
     with pytest.raises(UsageError, match=place):
-        encode_commit(msgspec.structs.replace(COMMIT, metadata=metadata))
+        check_json(metadata, "metadata")
 
 
 def test_metadata_that_never_ends_is_the_callers_mistake() -> None:
     endless: dict[str, Any] = {}
     endless["again"] = endless
     with pytest.raises(UsageError, match="deeper than 500$"):
-        encode_commit(msgspec.structs.replace(COMMIT, metadata=endless))
+        check_json(endless, "metadata")
 
 
 def test_metadata_as_deep_as_allowed_comes_back() -> None:
@@ -785,12 +787,18 @@ def test_metadata_as_deep_as_allowed_comes_back() -> None:
     for _ in range(499):
         deep = [deep]
     commit = msgspec.structs.replace(COMMIT, metadata={"deep": deep})
+    check_json(commit.metadata, "metadata")
     assert decode_commit(encode_commit(commit)) == commit
     with pytest.raises(UsageError, match="deeper than 500$"):
-        encode_commit(msgspec.structs.replace(commit, metadata={"deep": [deep]}))
+        check_json({"deep": [deep]}, "metadata")
 
 
 def test_a_value_that_cannot_be_encoded_is_named_by_its_path() -> None:
     entries = (*MANIFEST.entries, ValueEntry(path="opt/state", value=object()))
     with pytest.raises(UsageError, match="'opt/state'"):
         encode_rank_manifest(msgspec.structs.replace(MANIFEST, entries=entries))
+
+
+def test_a_hostile_shape_costs_no_time() -> None:
+    assert manifest._volume([2**62] * 1_000_000) > 2**63
+    assert manifest._volume([2**62] * 1_000_000 + [0]) == 0

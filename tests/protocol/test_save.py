@@ -18,13 +18,13 @@ from actorsnap.planning.inventory import (
 )
 from actorsnap.planning.packing import Item, PackingRules
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import AskMore, Continue, Decision
 from actorsnap.protocol.save import (
     Assignment,
     Details,
     Joined,
     ManifestStored,
+    PlanCache,
     Question,
     SaveDecisions,
     Token,

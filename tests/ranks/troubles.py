@@ -210,10 +210,10 @@ def two_at_once(me: Rank, path: str) -> dict[str, Any]:
     snapshots = [one.wait() for one in reversed(pending)]
     team = find_team(None, None)
     assert team is not None
-    before = team.port.statistics().bytes_sent
+    before = team.port.statistics.bytes_sent
     app["model"]["w0"].fill_(5.0)
     Snapshot.take(f"{path}-2", app, **arguments)
-    after = team.port.statistics().bytes_sent
+    after = team.port.statistics.bytes_sent
     dist.barrier()
     return {"paths": [s.path for s in snapshots], "bytes": after - before}
 

@@ -22,8 +22,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from actorsnap.format.geometry import Box, covers_exactly
-from actorsnap.planning.mesh import Placement, local_shape, place
+from actorsnap.format.geometry import Box, Placement, covers_exactly, local_shape, place
 from actorsnap.state.distributed import (
     Describer,
     Replica,

@@ -28,9 +28,8 @@ from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import Commit, SaveRecord, features_of
 from actorsnap.planning.packing import PackingRules, RankPlan
 from actorsnap.protocol.failure import Failure
-from actorsnap.protocol.plan_cache import PlanCache
 from actorsnap.protocol.rounds import Coordinator
-from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
+from actorsnap.protocol.save import Assignment, PlanCache, SaveDecisions, aborted
 from actorsnap.release import RELEASE
 from actorsnap.state.capture import capture
 from actorsnap.storage.base import Capabilities, RunBlocking, Storage

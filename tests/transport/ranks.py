@@ -13,48 +13,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 
 from actorsnap import UsageError
+from actorsnap.protocol.messages import Arrived, Proceed
 from actorsnap.runtime.host import Host
 from actorsnap.state.process_group import Group, find_group
 from actorsnap.transport.ends import Broken, PeerLost
 from actorsnap.transport.store import StorePort, StoreSave
 from tests.worlds import LIMIT_S, Rank, World
 
-
-class Ping(msgspec.Struct, frozen=True, array_like=True, tag="ping"):
-    rank: int
-    count: int
-    data: bytes = b""
-
-
-class Pong(msgspec.Struct, frozen=True, array_like=True, tag="pong"):
-    count: int
-
-
-class Done(msgspec.Struct, frozen=True, array_like=True, tag="done"):
-    pass
-
-
-Port = StorePort[Ping, Pong | Done]
-Save = StoreSave[Ping, Pong | Done]
+DONE = Proceed(-1, is_last=True)
 
 
 # What a rank can be told
 
 
-def open_port(found: Group | None, **options: Any) -> Port:
+def open_port(found: Group | None, **options: Any) -> StorePort:
     assert found is not None
-    return Port(
+    return StorePort(
         found.store,
         namespace=found.name,
         rank=found.rank,
         world_size=found.world_size,
-        up=Ping,
-        down=Pong | Done,
         call_soon=Host.get().call_soon,
         **options,
     )
@@ -64,48 +46,48 @@ def on_loop(work: Callable[[], Any]) -> Any:
     return Host.get().submit(work()).future
 
 
-async def ping(save: Save, rank: int, count: int) -> int:
+async def ping(save: StoreSave, rank: int, count: int) -> int:
     """As a participant: ``count`` questions and answers, until all are done."""
     answers = 0
     for number in range(count):
-        await save.participant.send(Ping(rank, number))
-    while (answer := await save.participant.receive()) != Done():
-        assert answer == Pong(answers), answer
+        await save.participant.send(Arrived(rank, number))
+    while (answer := await save.participant.receive()) != DONE:
+        assert answer == Proceed(answers), answer
         answers += 1
     return answers
 
 
-async def answer(save: Save, world_size: int, count: int) -> None:
+async def answer(save: StoreSave, world_size: int, count: int) -> None:
     """As the coordinator: answers everybody, in any order, then ends the save."""
     assert save.coordinator is not None
     seen = dict.fromkeys(range(world_size), 0)
     while any(n < count for n in seen.values()):
         asked = await save.coordinator.receive()
-        assert isinstance(asked, Ping), asked
-        assert asked.count == seen[asked.rank]
+        assert isinstance(asked, Arrived), asked
+        assert asked.round == seen[asked.rank]
         seen[asked.rank] += 1
-        await save.coordinator.send(asked.rank, Pong(asked.count))
+        await save.coordinator.send(asked.rank, Proceed(asked.round))
     for rank in seen:
-        await save.coordinator.send(rank, Done())
+        await save.coordinator.send(rank, DONE)
 
 
-async def first_trouble(save: Save, world_size: int) -> dict[str, Any]:
+async def first_trouble(save: StoreSave, world_size: int) -> dict[str, Any]:
     """What the decisive end of this rank is told about others; the coordinator ends the save."""
     end = save.participant if save.coordinator is None else save.coordinator
     while True:
         item = await end.receive()
-        if isinstance(item, Done):
+        if item == DONE:
             return {"done": True}
         if isinstance(item, PeerLost) and save.coordinator is not None:
             for rank in range(1, world_size):
-                await save.coordinator.send(rank, Done())
+                await save.coordinator.send(rank, DONE)
         if isinstance(item, PeerLost):
             return {"lost": item.rank, "silent_s": item.silent_s, "at": time.monotonic()}
         if isinstance(item, Broken):
             return {"broken": item.reason, "at": time.monotonic()}
 
 
-def exchange(port: Port, count: int) -> tuple[int, list[float]]:
+def exchange(port: StorePort, count: int) -> tuple[int, list[float]]:
     """One save of pings, while this thread trains: answers, and sums of all_reduce."""
     sums: list[float] = []
     with port.begin() as save:
@@ -147,7 +129,7 @@ def saves(me: Rank, how: str) -> dict[str, Any]:
     me.say(None)
     me.hear()  # rank 0 may host the store
     port.close()
-    statistics = port.statistics()
+    statistics = port.statistics
     if dist.is_initialized():
         dist.destroy_process_group()
     return {
@@ -193,7 +175,7 @@ def wait_for_trouble(me: Rank, lost_after_s: float) -> dict[str, Any]:
     port = open_port(find_group(store=me.store(), rank=me.rank, world_size=me.world))
     with port.begin(lost_after_s=lost_after_s) as save:
         if save.coordinator is None:
-            on_loop(lambda: save.participant.send(Ping(me.rank, 0))).result()
+            on_loop(lambda: save.participant.send(Arrived(me.rank, 0))).result()
         call = on_loop(lambda: first_trouble(save, me.world))
         end = save.participant if save.coordinator is None else save.coordinator
         others = {0} if save.coordinator is None else set(range(1, me.world))
@@ -206,7 +188,7 @@ def wait_for_trouble(me: Rank, lost_after_s: float) -> dict[str, Any]:
             me.say(None)
         me.hear()
         if save.coordinator is None:
-            on_loop(lambda: save.participant.send(Ping(me.rank, 1, b"late"))).result()
+            on_loop(lambda: save.participant.send(Arrived(me.rank, 1, b"late"))).result()
     again: Any = None
     if "broken" not in trouble and me.world == 2:
         again, _ = exchange(port, 10)

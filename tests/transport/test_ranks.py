@@ -100,7 +100,7 @@ from actorsnap.transport.store import StorePort
 loop = asyncio.new_event_loop()
 threading.Thread(target=loop.run_forever, daemon=True).start()
 store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-port = StorePort(store, namespace="job", rank=0, world_size=2, up=int, down=int,
+port = StorePort(store, namespace="job", rank=0, world_size=2,
                  call_soon=loop.call_soon_threadsafe)
 save = port.begin()
 while not port.is_connected:

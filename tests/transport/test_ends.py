@@ -13,8 +13,15 @@ import pytest
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Aborted, Arrived, Ask, Failed, Proceed
 from actorsnap.protocol.rounds import TakenOver
-from actorsnap.transport.ends import Broken, PeerLost
-from actorsnap.transport.relay import Item, Relay, RelayedEnds, decode_item, encode_item
+from actorsnap.transport.ends import (
+    Broken,
+    Item,
+    PeerLost,
+    Relay,
+    RelayedEnds,
+    decode_item,
+    encode_item,
+)
 
 DEAD = Failure(reason="the uploader process was killed", stage=Stage.STORE, rank=1)
 FULL = Failure(reason="the disk is full", stage=Stage.STORE, rank=2)
