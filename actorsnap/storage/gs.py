@@ -48,7 +48,7 @@ from actorsnap.storage.base import (
     try_each,
 )
 from actorsnap.storage.cloud import add_policies, convert_options, split_url
-from actorsnap.storage.gs_client import GsClient, GsOptions, Resource
+from actorsnap.storage.gs_client import GsClient, GsOptions, Resource, Target
 
 __all__ = ["GsStorage", "GsWriter", "open_gs"]
 
@@ -107,18 +107,13 @@ class GsStorage(Storage):
         self._class = options.storage_class
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        name = self._name(key)
-        crc = await self._client.crc32c(views)
-        await self._client.upload("put", key, name, views, crc, storage_class=self._class)
+        target = Target(name=self._name(key), storage_class=self._class)
+        await self._client.upload("put", key, target, views)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
         """Atomicity: by a precondition that the service checks."""
-        name = self._name(key)
-        views = [memoryview(data)]
-        crc = await self._client.crc32c(views)
-        await self._client.upload(
-            "put_if_absent", key, name, views, crc, storage_class=self._class, if_absent=True
-        )
+        target = Target(name=self._name(key), storage_class=self._class, if_absent=True)
+        await self._client.upload("put_if_absent", key, target, [memoryview(data)])
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         """Opens a new object. An existing one is detected on creation."""
@@ -240,8 +235,7 @@ class GsWriter(BackendWriter):
         num = self._check(offset, views)
         if not num:
             return
-        crc = await self._client.crc32c(views) if crc32c is None else crc32c
-        upload = partial(self._client.upload, "write_at", self.key, views=views, crc=crc)
+        upload = partial(self._client.upload, "write_at", self.key, views=views, crc=crc32c)
         self._stored[offset] = await self._store(offset, num, upload)
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
@@ -285,17 +279,15 @@ class GsWriter(BackendWriter):
             return await self._create(make)
         name = f"{self._folder}{offset:016x}"
         self._leftovers.add(name)
-        return await make(name=name, storage_class=_COMPONENT_CLASS)
+        return await make(target=Target(name=name, storage_class=_COMPONENT_CLASS))
 
     async def _create(self, make: Callable[..., Awaitable[Resource]]) -> Resource:
         """Creates the object. Replaces only an object of an earlier try."""
         is_again, self._has_begun = self._has_begun, True
+        storage_class = self._client.options.storage_class
+        target = Target(name=self._name, storage_class=storage_class, if_absent=not is_again)
         try:
-            return await make(
-                name=self._name,
-                storage_class=self._client.options.storage_class,
-                if_absent=not is_again,
-            )
+            return await make(target=target)
         except ObjectExists:
             self._has_begun = False
             raise
@@ -366,17 +358,14 @@ class GsWriter(BackendWriter):
 
     async def _compose_level(self, names: Sequence[str], level: int) -> list[str]:
         groups = {
-            f"{self._folder}level-{level}-{start // _MAX_SOURCES}": names[
-                start : start + _MAX_SOURCES
-            ]
+            f"{self._folder}level-{level}-{start // _MAX_SOURCES}": names[start:][:_MAX_SOURCES]
             for start in range(0, len(names), _MAX_SOURCES)
         }
         self._leftovers.update(groups)
 
         async def compose(name: str) -> None:
-            await self._client.compose(
-                "complete", self.key, name, groups[name], storage_class=_COMPONENT_CLASS
-            )
+            target = Target(name=name, storage_class=_COMPONENT_CLASS)
+            await self._client.compose("complete", self.key, target, groups[name])
 
         await try_each(groups, compose, at_once=self._client.options.max_concurrency)
         return list(groups)

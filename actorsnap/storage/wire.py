@@ -36,14 +36,14 @@ class Request:
         headers: Without ``Host``, ``Content-Length`` and ``Connection``. Never shown: they and the
             URL may hold signatures.
         deadline_s: Includes connecting.
-        kept_bytes: Limit on a body that goes into no views.
+        kept_bytes: Limit on a body that goes into no views. None: all of it.
     """
 
     method: str
     url: str = field(repr=False)
     headers: Mapping[str, str] = field(repr=False)
     deadline_s: float
-    kept_bytes: int = 1 << 20
+    kept_bytes: int | None = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +338,7 @@ class _Connection(http.client.HTTPConnection):
                 _fill(response, incoming)
             else:
                 body = response.read(request.kept_bytes)
-                if response.length and len(body) < request.kept_bytes:
+                if response.length and len(body) < (request.kept_bytes or 0):
                     raise _HungUp
             self.is_reusable = response.isclosed() and not response.will_close
             return Response(status=response.status, headers=headers, body=body)
