@@ -33,8 +33,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.log import Log
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.storage.base import Storage, for_each
-from actorsnap.storage.foreign_errors import ends_this_task
+from actorsnap.storage.base import Storage, ends_this_task, for_each
 
 __all__ = ["CommitActor", "CommitTemplate", "commit_alone", "is_committed"]
 

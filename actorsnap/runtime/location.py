@@ -13,13 +13,13 @@ from actorsnap.errors import (
 )
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import RunBlocking, Storage, StorageContext
-from actorsnap.storage.foreign_errors import translate_opening
 from actorsnap.storage.registry import (
     canonical,
     find_opener,
     is_ready,
     open_storage,
 )
+from actorsnap.storage.wrapper import translate_opening
 
 __all__ = ["Location", "OnRetry", "open_location", "open_ready_location"]
 

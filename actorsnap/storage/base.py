@@ -5,12 +5,13 @@ empty, ``.`` and ``..`` components. Verbs are stateless, except for ``writer``, 
 concurrently from tasks of one event loop.
 
 Every failure is a ``StorageError`` subclass with ``op``, ``key`` and ``backend``; other exceptions
-are converted, with less detail (``foreign_errors.py``). A backend never returns partial data as
+are converted, with less detail (``wrapper.py``). A backend never returns partial data as
 success. ``actorsnap.testing.StorageConformance`` tests these rules.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ __all__ = [
     "check_range",
     "check_size",
     "copy_into",
+    "ends_this_task",
     "flat",
     "for_each",
     "num_bytes",
@@ -504,3 +506,28 @@ async def try_each(
     await for_each(items, attempt, at_once=at_once)
     if failures:
         raise failures[0]
+
+
+def ends_this_task(error: BaseException) -> bool:
+    """Whether an exception ends its coroutine: the task was cancelled or is being closed.
+
+    Other ``CancelledError`` are failures: aiohttp raises one when its session is closed.
+    """
+    if isinstance(error, Exception):
+        return False
+    if isinstance(error, GeneratorExit) and not _runs_in_a_task():
+        return True  # garbage collection of an unfinished coroutine
+    cancelled = anyio.get_cancelled_exc_class()
+    if isinstance(error, BaseExceptionGroup):
+        is_cancelled = error.subgroup(cancelled) is not None
+    else:
+        is_cancelled = isinstance(error, cancelled)
+    return is_cancelled and anyio.current_effective_deadline() == -math.inf
+
+
+def _runs_in_a_task() -> bool:
+    try:
+        anyio.get_current_task()
+    except (AttributeError, RuntimeError):  # no task, no event loop
+        return False
+    return True
