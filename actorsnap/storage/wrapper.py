@@ -5,8 +5,8 @@ off (``without_blocking_io``). A wrapper owns its inner storage: ``aclose`` clos
 
 The outermost wrapper raises errors of actorsnap only. A backend may raise anything:
 ``CancelledError``, which task groups swallow; ``SystemExit``, which ends the event loop;
-``KeyboardInterrupt``, which looks like Ctrl-C. Each becomes the cause of a ``StorageError``. So does
-an answer of the wrong type.
+``KeyboardInterrupt``, which looks like Ctrl-C. Each becomes the cause of a ``StorageError``. An
+answer of the wrong type is one, too.
 """
 
 from __future__ import annotations
