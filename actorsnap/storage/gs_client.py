@@ -13,8 +13,7 @@ import os
 import re
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from email import message_from_bytes
 from functools import partial
@@ -240,11 +239,8 @@ class GsClient:
         url = f"{self._object_url(op, key, name)}?{self._query(alt='media')}"
         bounds = {"range": f"bytes={offset}-{stop - 1}"}
 
-        def receive(wire: Wire, request: Request) -> Awaitable[Response]:
-            return wire.receive(request, views)
-
         try:
-            await self._exchange(op, key, receive, "GET", url, bounds, is_bulk=True)
+            await self._send(op, key, "GET", url, bounds, into=views, is_bulk=True)
         except _NoSuchRange:
             raise truncated(key, stop) from None
 
@@ -292,18 +288,9 @@ class GsClient:
                 f"DELETE {path}{query and f'?{query}'} HTTP/1.1\r\n\r\n\r\n"
             )
         body = [memoryview("".join([*calls, f"--{boundary}--\r\n"]).encode())]
-        answers: Mapping[int, tuple[int, str]] = {}
-
-        async def delete(wire: Wire, request: Request) -> Response:
-            nonlocal answers
-            response = await wire.send(request, body)
-            answers = _parse_batch(response.headers.get("content-type", ""), response.body)
-            is_refused = any(status == 401 for status, _ in answers.values())
-            return replace(response, status=401) if is_refused else response
-
         content = {"content-type": f"multipart/mixed; boundary={boundary}"}
         url = f"{self._root}/batch/storage/v1"
-        await self._exchange(op, batch[0][1], delete, "POST", url, content)
+        answers = _parse_batch(await self._send(op, batch[0][1], "POST", url, content, body))
         for number, (_, key) in enumerate(batch):
             status, answer = answers.get(number, (500, "no answer came"))
             if not (200 <= status < 300 or status == 404):
@@ -352,49 +339,38 @@ class GsClient:
         headers: Mapping[str, str] | None = None,
         body: Sequence[memoryview] = (),
         *,
+        into: Sequence[memoryview] | None = None,
         is_bulk: bool = False,
     ) -> Response:
-        def send(wire: Wire, request: Request) -> Awaitable[Response]:
-            return wire.send(request, body)
-
-        return await self._exchange(op, key, send, method, url, headers or {}, is_bulk=is_bulk)
-
-    async def _exchange(
-        self,
-        op: str,
-        key: str,
-        exchange: Callable[[Wire, Request], Awaitable[Response]],
-        method: str,
-        url: str,
-        headers: Mapping[str, str],
-        *,
-        is_bulk: bool = False,
-    ) -> Response:
-        """Awaits ``exchange``. Renews a refused token once."""
+        """Sends a request; ``into`` takes the response's body. Renews a refused token once."""
         wire = await self._connect(op, key)
         options = self.options
         for is_last in (False, True):
             token = await self._token(op, key)
+            authorization = {"authorization": f"Bearer {token}"} if token else {}
             request = Request(
                 method=method,
                 url=url,
-                headers={**headers, "authorization": f"Bearer {token}"} if token else headers,
+                headers={**(headers or {}), **authorization},
                 deadline_s=options.transfer_timeout_s if is_bulk else options.request_timeout_s,
                 kept_bytes=None,
             )
             try:
-                response = await exchange(wire, request)
+                if into is None:
+                    response = await wire.send(request, body)
+                else:
+                    response = await wire.receive(request, into)
             except WrongLength as error:
                 raise _NoSuchRange from error
             except WireError as error:
                 detail = f"{error.detail}; {remedy(error.is_timeout, _PLACES)}"
                 raise self._error(op, key, detail, retryable=error.is_retryable) from error
+            if _is_refused(response) and not is_last and self._forget(token):
+                continue
             if response.status in (200, 206):
                 return response
-            if response.status == 401 and not is_last and self._forget(token):
-                continue
-            body = response.body.decode(errors="replace")
-            raise self._error_from_response(op, key, response.status, body, response.headers)
+            text = response.body.decode(errors="replace")
+            raise self._error_from_response(op, key, response.status, text, response.headers)
         raise AssertionError
 
     async def _connect(self, op: str, key: str) -> Wire:
@@ -408,13 +384,7 @@ class GsClient:
                     raise self._error(op, key, detail) from error
                 if not self._is_anonymous and options.token is None:
                     self._credentials = _Credentials(options, tls, self._run)
-                self._wire = Wire(
-                    self._context.run_io or self._run,
-                    connect_s=options.connect_timeout_s,
-                    stall_s=options.stall_timeout_s,
-                    max_idle=options.max_concurrency,
-                    ssl_context=tls,
-                )
+                self._wire = Wire(self._context.run_io or self._run, options, ssl_context=tls)
             return self._wire
 
     def _forget(self, token: str) -> bool:
@@ -575,9 +545,17 @@ def _load_authorities(ca_bundle: str | None) -> ssl.SSLContext:
     return ssl.create_default_context(cafile=ca_bundle)
 
 
-def _parse_batch(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
+def _is_refused(response: Response) -> bool:
+    """Whether the token was refused, if only for one call of a batch."""
+    if response.status != 200 or "multipart/mixed" not in response.headers.get("content-type", ""):
+        return response.status == 401
+    return any(status == 401 for status, _ in _parse_batch(response).values())
+
+
+def _parse_batch(response: Response) -> Mapping[int, tuple[int, str]]:
     """Returns status and body of each answer, by the number of its call."""
-    message = message_from_bytes(f"content-type: {content_type}\r\n\r\n".encode() + body)
+    head = f"content-type: {response.headers.get('content-type', '')}\r\n\r\n"
+    message = message_from_bytes(head.encode() + response.body)
     answers = {}
     for part in message.walk():
         number = re.search(r"(\d+)>?$", part.get("content-id", ""))

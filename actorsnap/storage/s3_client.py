@@ -331,14 +331,8 @@ class S3Client:
                 self._ssl_context = ssl.create_default_context(cafile=get_cert_path(verify))
             except OSError as error:
                 raise UsageError(f"the certificates {verify!r} cannot be read: {error}") from error
-        return Wire(
-            self._run_io,
-            connect_s=options.connect_timeout_s,
-            stall_s=options.stall_timeout_s,
-            max_idle=options.max_concurrency,
-            ssl_context=self._ssl_context,
-            proxy=_check_proxy(proxies.get(scheme)),
-        )
+        proxy = _check_proxy(proxies.get(scheme))
+        return Wire(self._run_io, options, ssl_context=self._ssl_context, proxy=proxy)
 
     async def _send_control(
         self, request: AWSPreparedRequest, event_name: str, **_: Any
