@@ -393,7 +393,7 @@ class GsClient:
 
     async def _token(self, op: str, key: str) -> str:
         if self._credentials is None:
-            return self.options.token or ""
+            return "" if self._is_anonymous else self.options.token or ""
         try:
             return await self._credentials.get()
         except TimeoutError as error:

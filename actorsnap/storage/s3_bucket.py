@@ -31,6 +31,7 @@ from actorsnap.storage.s3_client import (
     UNSIGNED_PAYLOAD,
     S3Client,
     S3Options,
+    Target,
     shared_client,
     translate_error,
 )
@@ -160,10 +161,10 @@ class S3Bucket:
 
     async def receive(self, op: str, key: str, offset: int, views: Sequence[memoryview]) -> None:
         stop = offset + num_bytes(views)
-        headers = {"Range": f"bytes={offset}-{stop - 1}", **self._read_headers}
+        target = self._target(key, {"Range": f"bytes={offset}-{stop - 1}", **self._read_headers})
         try:
             with self._translate_errors(op, key):
-                response = await self.client.receive(self._name, self.full(key), headers, views)
+                response = await self.client.receive(target, views)
         except StorageError as error:
             cause = error.__cause__
             if isinstance(cause, WrongLength) and cause.num_bytes is not None:
@@ -179,27 +180,27 @@ class S3Bucket:
     async def get(self, op: str, key: str) -> tuple[bytes, int]:
         """Returns an object's first bytes and its size."""
         with self._translate_errors(op, key):
-            response = await self.client.receive(
-                self._name, self.full(key), self._read_headers, None
-            )
+            response = await self.client.receive(self._target(key, self._read_headers), None)
         return response.body, int(response.headers.get("content-length", len(response.body)))
 
     async def put(
         self, op: str, key: str, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        await self._send(op, key, {}, self._written, views, crc32c)
+        await self._send(op, key, self._target(key, self._written), views, crc32c)
 
     async def put_conditionally(self, op: str, key: str, views: Sequence[memoryview]) -> None:
-        headers = {**self._written, "If-None-Match": "*"}
+        target = self._target(key, {**self._written, "If-None-Match": "*"})
         # With all checks at once: a retry would find the first try's object.
-        await self._send(op, key, {}, headers, views, is_signed=True)
+        await self._send(op, key, target, views, is_signed=True)
+
+    def _target(self, key: str, headers: Mapping[str, str]) -> Target:
+        return Target(self._name, self.full(key), headers)
 
     async def _send(
         self,
         op: str,
         key: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
+        target: Target,
         views: Sequence[memoryview],
         crc32c: int | None = None,
         *,
@@ -209,13 +210,14 @@ class S3Bucket:
             (crc32c,) = await self.checksums([views])
         expected = encode_crc32c(crc32c)
         headers = {
-            **headers,
+            **target.headers,
             "x-amz-checksum-crc32c": expected,
             "x-amz-sdk-checksum-algorithm": "CRC32C",
         }
+        target = target._replace(headers=headers)
         client, sent = self.client, None
         if not is_signed and client.checks_crc32c is not False:
-            sent = await self._send_as(UNSIGNED_PAYLOAD, op, key, query, headers, views)
+            sent = await self._send_as(op, key, target, views, UNSIGNED_PAYLOAD)
             client.checks_crc32c = bool(sent.crc32c)
         if sent is None or not sent.crc32c:
             has_md5 = is_signed or not await self._checks_sha256(op)
@@ -225,25 +227,17 @@ class S3Bucket:
                 raise self.changed(op, key, "the body to send")
             if has_md5:
                 headers["Content-MD5"] = base64.b64encode(digests[1]).decode()
-            sent = await self._send_as(digests[0].hex(), op, key, query, headers, views)
+            sent = await self._send_as(op, key, target, views, digests[0].hex())
             client.checks_crc32c = bool(sent.crc32c)
         if sent.crc32c not in ("", expected):
             raise self.changed(op, key, "the body that arrived")
         return sent._replace(crc32c=expected)
 
     async def _send_as(
-        self,
-        payload: str,
-        op: str,
-        key: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        views: Sequence[memoryview],
+        self, op: str, key: str, target: Target, views: Sequence[memoryview], payload: str
     ) -> Sent:
         with self._translate_errors(op, key):
-            response = await self.client.send(
-                "PUT", self._name, self.full(key), query, headers, views, payload=payload
-            )
+            response = await self.client.send(target, views, payload)
         crc32c = response.headers.get("x-amz-checksum-crc32c", "")
         return Sent(crc32c, response.headers.get("etag", "").strip('"'), num_bytes(views))
 
@@ -286,7 +280,8 @@ class S3Bucket:
                 async with self._probe_key() as key:
                     try:
                         views = [memoryview(b"x")]
-                        await self._send_as(nothing, op, key, {}, self._written, views)
+                        target = self._target(key, self._written)
+                        await self._send_as(op, key, target, views, nothing)
                         client.checks_sha256 = False
                     except StorageError as error:
                         if error.retryable and error_code(error) not in _MISMATCHES:
@@ -356,8 +351,8 @@ class S3Bucket:
 
     async def send_part(self, key: str, upload_id: str, part: UploadPart) -> Sent:
         query = {"partNumber": str(part.number), "uploadId": upload_id}
-        headers = self._read_headers
-        return await self._send("write_at", key, query, headers, part.views, part.crc32c)
+        target = self._target(key, self._read_headers)._replace(query=query)
+        return await self._send("write_at", key, target, part.views, part.crc32c)
 
     async def parts(self, op: str, key: str, upload_id: str) -> Sequence[dict[str, Any]]:
         """Returns the server's list of parts, by rising number."""

@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 import anyio
@@ -61,9 +61,9 @@ __all__ = [
     "UNSIGNED_PAYLOAD",
     "S3Client",
     "S3Options",
-    "translate_error",
-    "is_missing",
+    "Target",
     "shared_client",
+    "translate_error",
 ]
 
 MIB = 1 << 20
@@ -144,6 +144,15 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
         return f"S3Options(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
 
 
+class Target(NamedTuple):
+    """The object or part of a bulk request, and its headers."""
+
+    bucket: str
+    key: str
+    headers: Mapping[str, str]
+    query: Mapping[str, str] = {}
+
+
 class _Bucket(msgspec.Struct, frozen=True):
     """The URL before an object's key, and the signatures' region; None if unsigned."""
 
@@ -217,59 +226,35 @@ class S3Client:
         answer: dict[str, Any] = await getattr(self._client, operation)(**params)
         return answer
 
-    async def send(
-        self,
-        method: str,
-        bucket: str,
-        key: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        views: Sequence[memoryview],
-        *,
-        payload: str = UNSIGNED_PAYLOAD,
-    ) -> Response:
-        """Sends ``views`` as the body of a request.
+    async def send(self, target: Target, views: Sequence[memoryview], payload: str) -> Response:
+        """Sends ``views`` as the body of a PUT.
 
         ``payload`` is their SHA-256 in hex digits, if it is to be signed. Cancellation: at once;
         the server may have acted on the request.
         """
-        request = await self._request(method, bucket, key, query, headers, payload)
+        request = await self._request("PUT", target, payload)
         response = await self._require_wire().send(request, views)
-        _raise_for_status(response, method)
+        _raise_for_status(response, "PUT")
         return response
 
-    async def receive(
-        self,
-        bucket: str,
-        key: str,
-        headers: Mapping[str, str],
-        views: Sequence[memoryview] | None,
-    ) -> Response:
+    async def receive(self, target: Target, views: Sequence[memoryview] | None) -> Response:
         """Fills ``views`` with an object's bytes; if None, keeps up to 1 MiB as the body.
 
         Cancellation: at once; the views are free.
         """
-        request = await self._request("GET", bucket, key, {}, headers, UNSIGNED_PAYLOAD)
+        request = await self._request("GET", target, UNSIGNED_PAYLOAD)
         wire = self._require_wire()
         response = await (wire.send(request) if views is None else wire.receive(request, views))
         _raise_for_status(response, "GET")
         return response
 
-    async def _request(
-        self,
-        method: str,
-        bucket: str,
-        key: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        payload: str,
-    ) -> Request:
+    async def _request(self, method: str, target: Target, payload: str) -> Request:
         await self._open()
-        at = await self._bucket(bucket)
-        url = at.base_url + quote(key, safe="/~")
-        if query:
-            url += f"?{urlencode(query, quote_via=quote)}"
-        sent = {"User-Agent": f"actorsnap/{RELEASE}", **headers}
+        at = await self._bucket(target.bucket)
+        url = at.base_url + quote(target.key, safe="/~")
+        if target.query:
+            url += f"?{urlencode(target.query, quote_via=quote)}"
+        sent = {"User-Agent": f"actorsnap/{RELEASE}", **target.headers}
         if at.region is not None:
             assert self._session is not None
             credentials = await self._session.get_credentials()
@@ -495,7 +480,7 @@ _NEEDED = (
 )
 
 
-def is_missing(error: ClientError) -> bool:
+def _is_missing(error: ClientError) -> bool:
     """Whether the object does not exist. A response to HEAD has the status only."""
     return error.response["Error"].get("Code") in ("NoSuchKey", "404", "NotFound")
 
@@ -542,7 +527,7 @@ def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
     code = str(failure.get("Code") or status)
     answer = f"{code} ({status})"
     wait_s = parse_retry_after(headers.get("retry-after"))
-    if is_missing(error):
+    if _is_missing(error):
         return ObjectNotFound, f"{answer}: no such object", {}
     if code == "NoSuchBucket":
         return StorageError, f"{answer}: create it, or correct its name or endpoint_url", {}
