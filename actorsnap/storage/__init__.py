@@ -17,8 +17,6 @@ from actorsnap.storage.base import (
 from actorsnap.storage.policies import (
     AdaptiveStatistics,
     AdaptiveStorage,
-    LimitedStorage,
-    PrefixStorage,
     RetryPolicy,
     RetryStorage,
 )
@@ -29,10 +27,8 @@ __all__ = [
     "AdaptiveStatistics",
     "AdaptiveStorage",
     "Capabilities",
-    "LimitedStorage",
     "ObjectInfo",
     "ObjectWriter",
-    "PrefixStorage",
     "RetryPolicy",
     "RetryStorage",
     "RunBlocking",

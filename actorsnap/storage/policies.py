@@ -1,22 +1,19 @@
-"""Policies around a storage: a limit, an adaptive limit, retries, a prefix.
+"""Policies around a storage: an adaptive limit, retries.
 
 The limit belongs inside of the retries: an operation that waits for its next try takes no turn.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import ParamSpec, TypeVar
 
 import anyio
 
 from actorsnap.errors import (
-    FormatError,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -24,14 +21,12 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.log import Log
-from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, check_key
+from actorsnap.storage.base import ObjectInfo, Storage
 from actorsnap.storage.wrapper import Wrapper, close_after, without_blocking_io
 
 __all__ = [
     "AdaptiveStatistics",
     "AdaptiveStorage",
-    "LimitedStorage",
-    "PrefixStorage",
     "RetryPolicy",
     "RetryStorage",
 ]
@@ -43,34 +38,6 @@ P = ParamSpec("P")
 
 _CLEANUP = frozenset({"abort", "aclose"})
 """Never delayed: they free what other verbs wait for."""
-
-
-class LimitedStorage(Wrapper):
-    """At most ``max_operations`` verbs at a time; others wait in order.
-
-    Each ``write_at`` and each step of ``list`` is an operation. Blocking I/O is off: a worker
-    thread cannot wait on the loop. For one event loop.
-    """
-
-    def __init__(self, inner: Storage, *, max_operations: int) -> None:
-        if max_operations < 1:
-            raise UsageError(f"max_operations must be 1 or more, not {max_operations}")
-        super().__init__(inner)
-        self.capabilities = without_blocking_io(inner.capabilities)
-        # Not a CapacityLimiter, whose borrowers are tasks: a task that iterates `list` may call
-        # other verbs in between.
-        self._turns = anyio.Semaphore(max_operations, fast_acquire=True)
-
-    def statistics(self) -> anyio.SemaphoreStatistics:
-        return self._turns.statistics()
-
-    async def around(
-        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        if op in _CLEANUP:
-            return await call(*args, **kwargs)
-        async with self._turns:
-            return await call(*args, **kwargs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +52,10 @@ class AdaptiveStatistics:
 
 
 class AdaptiveStorage(Wrapper):
-    """A ``LimitedStorage`` that learns the limit from the storage's answers.
+    """Some verbs at a time; others wait in order. Learns how many from the storage's answers.
+
+    Each ``write_at`` and each step of ``list`` counts. Blocking I/O is off: a worker thread cannot
+    wait on the loop. For one event loop.
 
     Additive increase, multiplicative decrease, as in TCP. A success while all turns are in use adds
     about one turn per round of operations. A throttled operation halves the level, never below one,
@@ -307,87 +277,3 @@ class _Failures:
 
     count: int = 0
     first_s: float = 0.0
-
-
-class PrefixStorage(Wrapper):
-    """The objects of ``inner`` below ``prefix/``, under keys relative to it.
-
-    Errors name the relative key and this storage's URL.
-    """
-
-    def __init__(self, inner: Storage, prefix: str) -> None:
-        super().__init__(inner)
-        self._prefix = f"{check_key(prefix)}/"
-        self.url = f"{inner.url.rstrip('/')}/{prefix}"
-
-    async def around(
-        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        with self._relative_errors():
-            return await call(*args, **kwargs)
-
-    def around_blocking(
-        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        with self._relative_errors():
-            return call(*args, **kwargs)
-
-    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
-        writer = super().wrap_writer(inner)
-        writer.key = self._strip(writer.key)
-        return writer
-
-    async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        await super().put(self._full(key), views)
-
-    async def put_if_absent(self, key: str, data: bytes) -> None:
-        await super().put_if_absent(self._full(key), data)
-
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        full = [self._full(name) for name in older]
-        return await super().writer(self._full(key), size, older=full)
-
-    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        return await super().get(self._full(key), start, stop)
-
-    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        await super().read_into(self._full(key), offset, views)
-
-    def read_into_blocking(
-        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
-    ) -> None:
-        super().read_into_blocking(self._full(key), offset, batches)
-
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        async with close_after(super().list(self._prefix + prefix)) as infos:
-            async for info in infos:
-                yield dataclasses.replace(info, key=self._strip(info.key))
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        await super().delete([self._full(key) for key in keys])
-
-    async def list_folders(self, folder: str = "") -> Sequence[str]:
-        full = self._full(folder) if folder else self._prefix.removesuffix("/")
-        return await super().list_folders(full)
-
-    async def delete_folder(self, folder: str) -> Sequence[str]:
-        return [*map(self._strip, await super().delete_folder(self._full(folder)))]
-
-    async def stat(self, key: str) -> ObjectInfo:
-        return dataclasses.replace(await super().stat(self._full(key)), key=key)
-
-    def _full(self, key: str) -> str:
-        return self._prefix + check_key(key)
-
-    def _strip(self, key: str) -> str:
-        return key.removeprefix(self._prefix)
-
-    @contextmanager
-    def _relative_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except StorageError as error:
-            here = {"key": self._strip(error.key), "backend": self.url}
-            raise type(error)(**{**error.fields, **here}) from error
-        except FormatError as error:
-            raise type(error)(**{**error.fields, "key": self._strip(error.key)}) from error

@@ -29,9 +29,9 @@ from actorsnap.storage.base import CLEANUP_S, ObjectInfo, StorageContext, num_by
 from actorsnap.storage.cloud import encode_crc32c, split_url
 from actorsnap.storage.s3_client import (
     UNSIGNED_PAYLOAD,
+    BulkTarget,
     S3Client,
     S3Options,
-    Target,
     shared_client,
     translate_error,
 )
@@ -193,14 +193,14 @@ class S3Bucket:
         # With all checks at once: a retry would find the first try's object.
         await self._send(op, key, target, views, is_signed=True)
 
-    def _target(self, key: str, headers: Mapping[str, str]) -> Target:
-        return Target(self._name, self.full(key), headers)
+    def _target(self, key: str, headers: Mapping[str, str]) -> BulkTarget:
+        return BulkTarget(self._name, self.full(key), headers)
 
     async def _send(
         self,
         op: str,
         key: str,
-        target: Target,
+        target: BulkTarget,
         views: Sequence[memoryview],
         crc32c: int | None = None,
         *,
@@ -234,7 +234,7 @@ class S3Bucket:
         return sent._replace(crc32c=expected)
 
     async def _send_as(
-        self, op: str, key: str, target: Target, views: Sequence[memoryview], payload: str
+        self, op: str, key: str, target: BulkTarget, views: Sequence[memoryview], payload: str
     ) -> Sent:
         with self._translate_errors(op, key):
             response = await self.client.send(target, views, payload)

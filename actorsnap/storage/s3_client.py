@@ -61,7 +61,7 @@ __all__ = [
     "UNSIGNED_PAYLOAD",
     "S3Client",
     "S3Options",
-    "Target",
+    "BulkTarget",
     "shared_client",
     "translate_error",
 ]
@@ -144,7 +144,7 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
         return f"S3Options(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
 
 
-class Target(NamedTuple):
+class BulkTarget(NamedTuple):
     """The object or part of a bulk request, and its headers."""
 
     bucket: str
@@ -226,7 +226,7 @@ class S3Client:
         answer: dict[str, Any] = await getattr(self._client, operation)(**params)
         return answer
 
-    async def send(self, target: Target, views: Sequence[memoryview], payload: str) -> Response:
+    async def send(self, target: BulkTarget, views: Sequence[memoryview], payload: str) -> Response:
         """Sends ``views`` as the body of a PUT.
 
         ``payload`` is their SHA-256 in hex digits, if it is to be signed. Cancellation: at once;
@@ -237,7 +237,7 @@ class S3Client:
         _raise_for_status(response, "PUT")
         return response
 
-    async def receive(self, target: Target, views: Sequence[memoryview] | None) -> Response:
+    async def receive(self, target: BulkTarget, views: Sequence[memoryview] | None) -> Response:
         """Fills ``views`` with an object's bytes; if None, keeps up to 1 MiB as the body.
 
         Cancellation: at once; the views are free.
@@ -248,7 +248,7 @@ class S3Client:
         _raise_for_status(response, "GET")
         return response
 
-    async def _request(self, method: str, target: Target, payload: str) -> Request:
+    async def _request(self, method: str, target: BulkTarget, payload: str) -> Request:
         await self._open()
         at = await self._bucket(target.bucket)
         url = at.base_url + quote(target.key, safe="/~")
