@@ -36,7 +36,6 @@ __all__ = [
     "StorageFactory",
     "check_key",
     "check_no_options",
-    "check_offset",
     "check_range",
     "check_size",
     "copy_into",
@@ -152,11 +151,6 @@ def check_no_options(context: StorageContext, storage: str) -> None:
 def check_size(size: int) -> None:
     if size < 0:
         raise UsageError(f"an object cannot have {size} bytes")
-
-
-def check_offset(offset: int) -> None:
-    if offset < 0:
-        raise UsageError(f"not an offset: {offset}")
 
 
 def check_range(start: int, stop: int | None) -> None:

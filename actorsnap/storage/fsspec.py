@@ -55,7 +55,6 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
-    check_offset,
     check_range,
     check_size,
     copy_into,
@@ -183,7 +182,7 @@ class FsspecStorage(Storage):
             return b"" if start == stop else await self._range(key, path, start, stop)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        check_offset(offset)
+        check_range(offset, None)
         path = self._path(key)
         with self._translate_errors("read_into", key):
             if not num_bytes(views):

@@ -40,7 +40,6 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
-    check_offset,
     check_range,
     check_size,
     flat,
@@ -149,7 +148,7 @@ class GsStorage(Storage):
         return data
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        check_offset(offset)
+        check_range(offset, None)
         name = self._name(key)
         targets = flat(views)
         if targets:

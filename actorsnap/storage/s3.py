@@ -43,7 +43,6 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
-    check_offset,
     check_range,
     num_bytes,
     range_end,
@@ -197,7 +196,7 @@ class S3Storage(Storage):
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
         check_key(key)
-        check_offset(offset)
+        check_range(offset, None)
         if num_bytes(views):
             await self.bucket.receive("read_into", key, offset, views)
         else:

@@ -307,12 +307,8 @@ class S3Bucket:
         full = [self.full(key) for key in dict.fromkeys(keys)]
         for start in range(0, len(full), _MAX_DELETED):
             batch = full[start : start + _MAX_DELETED]
-            answer = await self.call(
-                "delete",
-                "",
-                "delete_objects",
-                Delete={"Objects": [{"Key": key} for key in batch], "Quiet": True},
-            )
+            listed = {"Objects": [{"Key": key} for key in batch], "Quiet": True}
+            answer = await self.call("delete", "", "delete_objects", Delete=listed)
             for failed in answer.get("Errors", ()):
                 key = self.relative(str(failed.get("Key", "")))
                 with suppress(ObjectNotFound):
@@ -338,13 +334,8 @@ class S3Bucket:
 
     async def _create_upload(self, key: str) -> str:
         """Begins an upload; learns whether the server checks parts' checksums."""
-        answer = await self.call(
-            "writer",
-            key,
-            "create_multipart_upload",
-            ChecksumAlgorithm="CRC32C",
-            **self._object_properties,
-        )
+        params = {"ChecksumAlgorithm": "CRC32C", **self._object_properties}
+        answer = await self.call("writer", key, "create_multipart_upload", **params)
         if self.client.checks_crc32c is None:
             self.client.checks_crc32c = "ChecksumAlgorithm" in answer
         return str(answer["UploadId"])
@@ -366,15 +357,9 @@ class S3Bucket:
         names = {"PartNumber", "ETag"}
         if self.client.checks_crc32c is not False:
             names.add("ChecksumCRC32C")
-        return await self.call(
-            op,
-            key,
-            "complete_multipart_upload",
-            UploadId=upload_id,
-            MultipartUpload={
-                "Parts": [{name: part[name] for name in names & part.keys()} for part in parts]
-            },
-        )
+        named = [{name: part[name] for name in names & part.keys()} for part in parts]
+        params = {"UploadId": upload_id, "MultipartUpload": {"Parts": named}}
+        return await self.call(op, key, "complete_multipart_upload", **params)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         """Ends an upload, also under cancellation; never raises ``StorageError``."""
@@ -394,7 +379,7 @@ class S3Bucket:
             if client.copies_parts is None:
                 upload_id = await self._create_upload(key)
                 try:
-                    copied = await self._copy("writer", key, upload_id, 1, source, 0, 1)
+                    copied = await self._copy("writer", key, upload_id, 1, source, "bytes=0-0")
                     client.copies_parts = bool(copied)
                 except StorageError as error:
                     if error.retryable:
@@ -408,11 +393,10 @@ class S3Bucket:
         self, key: str, upload_id: str, part: UploadPart, source: str
     ) -> Sent | None:
         """Copies a part from the same place in ``source``; None if that has other bytes."""
-        start, size = part.offset, num_bytes(part.views)
+        size = num_bytes(part.views)
+        bytes_range = f"bytes={part.offset}-{part.offset + size - 1}"
         try:
-            copied = await self._copy(
-                "reuse", key, upload_id, part.number, source, start, start + size
-            )
+            copied = await self._copy("reuse", key, upload_id, part.number, source, bytes_range)
         except Throttled:
             raise
         except StorageError as error:
@@ -425,14 +409,7 @@ class S3Bucket:
         return sent if (md5.hex(), actual) == (sent.etag, part.crc32c) else None
 
     async def _copy(
-        self,
-        op: str,
-        key: str,
-        upload_id: str,
-        number: int,
-        source: str,
-        start: int,
-        stop: int,
+        self, op: str, key: str, upload_id: str, number: int, source: str, bytes_range: str
     ) -> Mapping[str, Any]:
         answer = await self.call(
             op,
@@ -441,7 +418,7 @@ class S3Bucket:
             UploadId=upload_id,
             PartNumber=number,
             CopySource={"Bucket": self._name, "Key": self.full(source)},
-            CopySourceRange=f"bytes={start}-{stop - 1}",
+            CopySourceRange=bytes_range,
         )
         copied: Mapping[str, Any] = answer.get("CopyPartResult", {})
         return copied

@@ -198,7 +198,7 @@ class S3Client:
         self.probing = anyio.Lock()
         self.beginning = anyio.Lock()
         self._run_io = run_io
-        self._opening = anyio.Lock()
+        self._opening = anyio.Lock(fast_acquire=True)
         self._session: AioSession | None = None
         self._client: Any = None
         self._wire: Wire | None = None
@@ -232,8 +232,8 @@ class S3Client:
         ``payload`` is their SHA-256 in hex digits, if it is to be signed. Cancellation: at once;
         the server may have acted on the request.
         """
-        request = await self._request("PUT", target, payload)
-        response = await self._require_wire().send(request, views)
+        wire = await self._open()
+        response = await wire.send(await self._request("PUT", target, payload), views)
         _raise_for_status(response, "PUT")
         return response
 
@@ -242,14 +242,13 @@ class S3Client:
 
         Cancellation: at once; the views are free.
         """
+        wire = await self._open()
         request = await self._request("GET", target, UNSIGNED_PAYLOAD)
-        wire = self._require_wire()
         response = await (wire.send(request) if views is None else wire.receive(request, views))
         _raise_for_status(response, "GET")
         return response
 
     async def _request(self, method: str, target: BulkTarget, payload: str) -> Request:
-        await self._open()
         at = await self._bucket(target.bucket)
         url = at.base_url + quote(target.key, safe="/~")
         if target.query:
@@ -264,9 +263,8 @@ class S3Client:
             frozen = await credentials.get_frozen_credentials()
             _Signer(frozen, at.region, payload).add_auth(request)
             sent = dict(request.headers.items())
-        return Request(
-            method=method, url=url, headers=sent, deadline_s=self.options.transfer_timeout_s
-        )
+        deadline_s = self.options.transfer_timeout_s
+        return Request(method=method, url=url, headers=sent, deadline_s=deadline_s)
 
     async def _bucket(self, name: str) -> _Bucket:
         bucket = self._buckets.get(name)
@@ -288,9 +286,7 @@ class S3Client:
             bucket = self._buckets[name] = _Bucket(base_url, region)
         return bucket
 
-    async def _open(self) -> None:
-        if self._client is not None and self._wire is not None:
-            return
+    async def _open(self) -> Wire:
         async with self._opening:
             if self._client is None:
                 self._session, self._client = await self._run_io(_open_client, self.options)
@@ -299,10 +295,7 @@ class S3Client:
                 assert self._session is not None
                 endpoint_url = self._client.meta.endpoint_url
                 self._wire = await self._run_io(self._new_wire, self._session, endpoint_url)
-
-    def _require_wire(self) -> Wire:
-        assert self._wire is not None
-        return self._wire
+            return self._wire
 
     def _new_wire(self, session: AioSession, endpoint_url: str) -> Wire:
         options = self.options
@@ -330,7 +323,8 @@ class S3Client:
             for name, value in request.headers.items()
             if name not in ("Content-Length", "Expect")
         }
-        response = await self._require_wire().send(
+        assert self._wire is not None
+        response = await self._wire.send(
             Request(
                 method=request.method,
                 url=request.url,
