@@ -130,11 +130,7 @@ class FsStorage(Storage):
         )
 
     def _put_blocking(
-        self,
-        op: str,
-        key: str,
-        views: Sequence[memoryview],
-        publish: Callable[[str, str], None],
+        self, op: str, key: str, views: Sequence[memoryview], publish: Callable[[str, str], None]
     ) -> None:
         with self._translate_errors(op, key):
             path = self._path(key)

@@ -163,9 +163,7 @@ class GsStorage(Storage):
             for resource in page.resources:
                 if not resource.name.endswith("/"):  # some tools make these for folders
                     yield ObjectInfo(
-                        key=resource.name[skip:],
-                        size=resource.size,
-                        modified_s=resource.modified_s,
+                        key=resource.name[skip:], size=resource.size, modified_s=resource.modified_s
                     )
 
     async def delete(self, keys: Sequence[str]) -> None:

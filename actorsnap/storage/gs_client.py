@@ -147,12 +147,7 @@ class GsClient:
         self._credentials: _Credentials | None = None
 
     async def upload(
-        self,
-        op: str,
-        key: str,
-        target: Target,
-        views: Sequence[memoryview],
-        crc: int | None = None,
+        self, op: str, key: str, target: Target, views: Sequence[memoryview], crc: int | None = None
     ) -> Resource:
         """Creates an object of the bytes of ``views``; ``crc`` is their CRC32C, if known.
 

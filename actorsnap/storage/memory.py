@@ -18,11 +18,7 @@ from typing import NoReturn
 
 from anyio.lowlevel import checkpoint
 
-from actorsnap.errors import (
-    ObjectExists,
-    ObjectNotFound,
-    UsageError,
-)
+from actorsnap.errors import ObjectExists, ObjectNotFound, UsageError
 from actorsnap.format.checksum import crc32c_of
 from actorsnap.storage.base import (
     BackendWriter,

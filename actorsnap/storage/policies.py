@@ -13,23 +13,12 @@ from typing import ParamSpec, TypeVar
 
 import anyio
 
-from actorsnap.errors import (
-    ObjectExists,
-    ObjectNotFound,
-    StorageError,
-    Throttled,
-    UsageError,
-)
+from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, Throttled, UsageError
 from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, Storage
 from actorsnap.storage.wrapper import Wrapper, close_after, without_blocking_io
 
-__all__ = [
-    "AdaptiveStatistics",
-    "AdaptiveStorage",
-    "RetryPolicy",
-    "RetryStorage",
-]
+__all__ = ["AdaptiveStatistics", "AdaptiveStorage", "RetryPolicy", "RetryStorage"]
 
 logger = Log(__name__)
 

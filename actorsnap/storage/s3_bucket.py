@@ -17,12 +17,7 @@ from urllib.parse import urlencode
 import anyio
 from botocore.exceptions import BotoCoreError, ClientError
 
-from actorsnap.errors import (
-    ObjectExists,
-    ObjectNotFound,
-    StorageError,
-    Throttled,
-)
+from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, Throttled
 from actorsnap.format.checksum import crc32c_of
 from actorsnap.log import Log
 from actorsnap.storage.base import CLEANUP_S, ObjectInfo, StorageContext, num_bytes, truncated

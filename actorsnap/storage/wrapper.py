@@ -44,13 +44,7 @@ from actorsnap.errors import (
     attribute_of,
     describe,
 )
-from actorsnap.storage.base import (
-    Capabilities,
-    ObjectInfo,
-    ObjectWriter,
-    Storage,
-    ends_this_task,
-)
+from actorsnap.storage.base import Capabilities, ObjectInfo, ObjectWriter, Storage, ends_this_task
 
 __all__ = [
     "TranslatedStorage",

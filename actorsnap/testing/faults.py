@@ -271,11 +271,7 @@ class ThrottledStorage(Wrapper):
     """
 
     def __init__(
-        self,
-        inner: Storage,
-        *,
-        bytes_per_s: float,
-        clock: Callable[[], float] = anyio.current_time,
+        self, inner: Storage, *, bytes_per_s: float, clock: Callable[[], float] = anyio.current_time
     ) -> None:
         if bytes_per_s <= 0:
             raise UsageError(f"bytes_per_s must be positive, not {bytes_per_s}")
