@@ -294,6 +294,11 @@ class BackendWriter(ObjectWriter):
         self._is_opener = is_opener
         self._has_ended = False
 
+    async def release(self) -> None:
+        self._require_joined()
+        self._has_ended = True
+        await anyio.lowlevel.checkpoint()
+
     def _check_write(self, offset: int, views: Sequence[memoryview]) -> int:
         """Returns the end of a write, which must be inside an open object."""
         stop = offset + num_bytes(views)

@@ -57,6 +57,10 @@ class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
     request_timeout_s: float = 120.0
     transfer_timeout_s: float = 600.0
 
+    def __repr__(self) -> str:
+        # Without secrets and accounts.
+        return f"{type(self).__name__}(endpoint_url={self.endpoint_url!r})"
+
     def __post_init__(self) -> None:
         if self.endpoint_url is not None:
             url = urlsplit(self.endpoint_url)

@@ -367,11 +367,6 @@ class GsWriter(BackendWriter):
         await try_each(groups, compose, at_once=self._client.options.max_concurrency)
         return list(groups)
 
-    async def release(self) -> None:
-        self._require_joined()
-        await anyio.lowlevel.checkpoint()
-        self._has_ended = True
-
     async def abort(self) -> None:
         """Deletes all written objects, for the opener. No effect after an ending."""
         has_ended, self._has_ended = self._has_ended, True

@@ -90,10 +90,6 @@ class GsOptions(NetworkOptions, frozen=True, kw_only=True):
             raise ValueError("anonymous, token and credentials_file exclude each other")
         check_secret("token", self.token)
 
-    def __repr__(self) -> str:
-        # Without the token.
-        return f"GsOptions(endpoint_url={self.endpoint_url!r}, anonymous={self.anonymous})"
-
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):
     """Name in the bucket, size in bytes, checksum, seconds since 1970."""
@@ -378,7 +374,8 @@ class GsClient:
             if self._wire is None:
                 options = self.options
                 try:
-                    tls = await self._run(_load_authorities, options.ca_bundle)
+                    load = partial(ssl.create_default_context, cafile=options.ca_bundle)
+                    tls = await self._run(load)
                 except OSError as error:  # includes SSLError
                     detail = f"ca_bundle {options.ca_bundle!r} cannot be used: {error}"
                     raise self._error(op, key, detail) from error
@@ -539,10 +536,6 @@ class _SingleTryToken(Token):  # type: ignore[misc]
 
 class _NoSuchRange(Exception):
     """The object ends before the requested bytes."""
-
-
-def _load_authorities(ca_bundle: str | None) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=ca_bundle)
 
 
 def _is_refused(response: Response) -> bool:

@@ -263,11 +263,6 @@ class _Writer(BackendWriter):
         self._bucket = bucket
         self._upload = upload
 
-    async def release(self) -> None:
-        self._require_joined()
-        self._has_ended = True
-        await anyio.lowlevel.checkpoint()
-
 
 class SmallWriter(_Writer):
     """An object that is one put. Keeps a copy of the bytes until it is complete."""

@@ -139,10 +139,6 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
         if not 10 * MIB <= self.part_bytes <= 2048 * MIB:
             raise ValueError("part_bytes must be between 10 MiB and 2 GiB")
 
-    def __repr__(self) -> str:
-        # Without proxies (passwords) and KMS keys (accounts).
-        return f"S3Options(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
-
 
 class BulkTarget(NamedTuple):
     """The object or part of a bulk request, and its headers."""
