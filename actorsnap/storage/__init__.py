@@ -1,7 +1,7 @@
 """Where snapshots are stored.
 
 ``base`` defines a backend's duties; ``registry`` finds and imports one by URL; ``wrapper`` is the
-base of wrappers, such as ``policies``.
+base of wrappers, such as those of ``network``.
 """
 
 from actorsnap.storage.base import (
@@ -14,7 +14,7 @@ from actorsnap.storage.base import (
     StorageFactory,
     check_key,
 )
-from actorsnap.storage.policies import (
+from actorsnap.storage.network import (
     AdaptiveStatistics,
     AdaptiveStorage,
     RetryPolicy,

@@ -64,7 +64,7 @@ from actorsnap.storage.base import (
     truncated,
     try_each,
 )
-from actorsnap.storage.policies import RetryPolicy, RetryStorage
+from actorsnap.storage.network import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import without_secrets
 
 __all__ = ["FsspecStorage", "has_implementation", "open_fsspec"]

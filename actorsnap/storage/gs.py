@@ -46,8 +46,8 @@ from actorsnap.storage.base import (
     truncated,
     try_each,
 )
-from actorsnap.storage.cloud import add_policies, convert_options, split_url
 from actorsnap.storage.gs_client import GsClient, GsOptions, Resource, Target
+from actorsnap.storage.network import add_policies, convert_options, split_url
 
 __all__ = ["GsStorage", "GsWriter", "open_gs"]
 

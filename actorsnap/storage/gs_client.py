@@ -37,7 +37,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format.checksum import crc32c, crc32c_of
 from actorsnap.storage.base import RunBlocking, StorageContext, flat, num_bytes, truncated, try_each
-from actorsnap.storage.cloud import (
+from actorsnap.storage.network import (
     NetworkOptions,
     check_secret,
     decode_crc32c,
@@ -89,6 +89,10 @@ class GsOptions(NetworkOptions, frozen=True, kw_only=True):
         if sum([self.anonymous, self.token is not None, self.credentials_file is not None]) > 1:
             raise ValueError("anonymous, token and credentials_file exclude each other")
         check_secret("token", self.token)
+
+    def __repr__(self) -> str:
+        # Without the token.
+        return f"GsOptions(endpoint_url={self.endpoint_url!r}, anonymous={self.anonymous})"
 
 
 class Resource(msgspec.Struct, frozen=True, kw_only=True):

@@ -48,7 +48,7 @@ from actorsnap.storage.base import (
     range_end,
     slice_views,
 )
-from actorsnap.storage.cloud import add_policies, convert_options, encode_crc32c
+from actorsnap.storage.network import add_policies, convert_options, encode_crc32c
 from actorsnap.storage.s3_bucket import S3Bucket, Sent, UploadPart, error_code, etag_of, info_of
 from actorsnap.storage.s3_client import S3Options
 

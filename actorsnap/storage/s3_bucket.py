@@ -21,7 +21,7 @@ from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, Throttl
 from actorsnap.format.checksum import crc32c_of
 from actorsnap.log import Log
 from actorsnap.storage.base import CLEANUP_S, ObjectInfo, StorageContext, num_bytes, truncated
-from actorsnap.storage.cloud import encode_crc32c, split_url
+from actorsnap.storage.network import encode_crc32c, split_url
 from actorsnap.storage.s3_client import (
     UNSIGNED_PAYLOAD,
     BulkTarget,

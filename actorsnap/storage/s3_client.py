@@ -54,7 +54,7 @@ from actorsnap.errors import (
 )
 from actorsnap.release import RELEASE
 from actorsnap.storage.base import RunBlocking
-from actorsnap.storage.cloud import NetworkOptions, check_secret, parse_retry_after, remedy
+from actorsnap.storage.network import NetworkOptions, check_secret, parse_retry_after, remedy
 from actorsnap.storage.wire import Request, Response, Wire, WireError
 
 __all__ = [
@@ -138,6 +138,10 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
             check_secret(name, getattr(self, name))
         if not 10 * MIB <= self.part_bytes <= 2048 * MIB:
             raise ValueError("part_bytes must be between 10 MiB and 2 GiB")
+
+    def __repr__(self) -> str:
+        # Without proxies (passwords) and KMS keys (accounts).
+        return f"S3Options(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
 
 
 class BulkTarget(NamedTuple):

@@ -21,7 +21,7 @@ import anyio
 import anyio.lowlevel
 
 from actorsnap.storage.base import RunBlocking
-from actorsnap.storage.cloud import NetworkOptions
+from actorsnap.storage.network import NetworkOptions
 
 __all__ = ["Request", "Response", "Wire", "WireError", "WrongLength", "is_unknown_host"]
 

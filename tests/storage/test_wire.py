@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
-from actorsnap.storage.cloud import NetworkOptions
+from actorsnap.storage.network import NetworkOptions
 from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength
 from actorsnap.testing import bounded, run_blocking_in_thread
 from tests.conftest import LeakCheck
