@@ -14,12 +14,7 @@ from actorsnap.storage.base import (
     StorageFactory,
     check_key,
 )
-from actorsnap.storage.network import (
-    AdaptiveStatistics,
-    AdaptiveStorage,
-    RetryPolicy,
-    RetryStorage,
-)
+from actorsnap.storage.network import AdaptiveStatistics, AdaptiveStorage, RetryPolicy, RetryStorage
 from actorsnap.storage.registry import known_schemes, open_storage, register
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 
