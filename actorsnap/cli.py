@@ -285,8 +285,7 @@ def rm(
         ),
     ] = False,
     force: Annotated[
-        bool,
-        typer.Option("--force", help="With --garbage: also attempts that may be running."),
+        bool, typer.Option("--force", help="With --garbage: also attempts that may be running.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     option: StorageOption = None,

@@ -161,11 +161,11 @@ class ListedLeaf:
         found: dict[str, Any] = {"kind": type(entry).__struct_config__.tag}
         match entry:
             case TensorEntry() | ViewEntry() | CompositeEntry():
-                found |= {"type": entry.type, "dtype": entry.dtype, "shape": entry.shape}
+                found |= _fields(entry, "type", "dtype", "shape")
             case BytesEntry():
-                found["type"] = entry.type
+                found |= _fields(entry, "type")
             case ValueEntry():
-                found["value"] = entry.value
+                found |= _fields(entry, "value")
         return {**found, "nbytes": self.nbytes}
 
 
@@ -283,12 +283,7 @@ def manifests_json(path: str, commit: Commit, manifests: dict[int, RankManifest]
     return {
         "path": path,
         "format_version": commit.version,
-        "created": commit.created,
-        "world_size": commit.world_size,
-        "attempt": commit.attempt,
-        "fsync": commit.fsync,
-        "step": commit.step,
-        "metadata": commit.metadata,
+        **_fields(commit, "created", "world_size", "attempt", "fsync", "step", "metadata"),
         "objects": [msgspec.to_builtins(record) for record in data_objects(manifests)],
         "entries": [
             {"rank": rank, **msgspec.to_builtins(entry)}
@@ -296,6 +291,10 @@ def manifests_json(path: str, commit: Commit, manifests: dict[int, RankManifest]
             for entry in manifest.entries
         ],
     }
+
+
+def _fields(of: object, *names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names}
 
 
 def data_objects(manifests: dict[int, RankManifest]) -> list[ObjectRecord]:
@@ -357,14 +356,8 @@ def snapshot_rows(found: dict[str, Commit | FormatError | None]) -> Iterator[lis
 
 def snapshot_json(name: str, commit: Commit | FormatError | None) -> dict[str, Any]:
     if isinstance(commit, Commit):
-        return {
-            "name": name,
-            "state": "committed",
-            "created": commit.created,
-            "world_size": commit.world_size,
-            "step": commit.step,
-            "metadata": commit.metadata,
-        }
+        fields = _fields(commit, "created", "world_size", "step", "metadata")
+        return {"name": name, "state": "committed", **fields}
     if commit is None:
         return {"name": name, "state": "unfinished"}
     return {"name": name, "state": "damaged", "detail": str(commit)}

@@ -17,8 +17,7 @@ import anyio.abc
 
 from actorsnap.errors import StorageError, describe
 from actorsnap.log import Log
-from actorsnap.storage.base import RunBlocking
-from actorsnap.storage.foreign_errors import ends_this_task
+from actorsnap.storage.base import RunBlocking, ends_this_task
 
 __all__ = ["AbandonableTasks", "first_error"]
 

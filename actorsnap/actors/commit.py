@@ -27,8 +27,7 @@ from actorsnap.errors import (
 from actorsnap.format.manifest import COMMIT_KEY, Commit, ManifestRecord, encode_commit
 from actorsnap.log import Log
 from actorsnap.protocol.failure import Failure, Stage
-from actorsnap.storage.base import Storage, for_each
-from actorsnap.storage.foreign_errors import ends_this_task
+from actorsnap.storage.base import Storage, ends_this_task, for_each
 
 __all__ = ["CommitActor", "commit_alone", "is_committed"]
 

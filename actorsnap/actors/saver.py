@@ -45,8 +45,7 @@ from actorsnap.protocol.save import (
 )
 from actorsnap.state.captured import Captured
 from actorsnap.state.sources import HostMemory
-from actorsnap.storage.base import Storage
-from actorsnap.storage.foreign_errors import ends_this_task
+from actorsnap.storage.base import Storage, ends_this_task
 from actorsnap.transport.ends import ParticipantEnd
 
 __all__ = ["Saver"]

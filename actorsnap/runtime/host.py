@@ -32,7 +32,7 @@ from actorsnap.log import Log
 from actorsnap.runtime.pool import WorkerPool
 from actorsnap.runtime.process import host_id, usable_cores
 from actorsnap.runtime.resources import Resources
-from actorsnap.storage.foreign_errors import ends_this_task
+from actorsnap.storage.base import ends_this_task
 
 __all__ = [
     "Call",

@@ -14,7 +14,6 @@ from actorsnap.format.manifest import check_json
 from actorsnap.options import Options, from_env
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import RunBlocking, Storage, StorageContext
-from actorsnap.storage.foreign_errors import translate_opening
 from actorsnap.storage.registry import (
     absolute,
     canonical,
@@ -23,6 +22,7 @@ from actorsnap.storage.registry import (
     is_ready,
     without_secrets,
 )
+from actorsnap.storage.wrapper import translate_opening
 
 __all__ = [
     "AppState",

@@ -1,7 +1,7 @@
 """Where snapshots are stored.
 
 ``base`` defines a backend's duties; ``registry`` finds and imports one by URL; ``wrapper`` is the
-base of wrappers, such as ``policies``.
+base of wrappers, such as those of ``network``.
 """
 
 from actorsnap.storage.base import (
@@ -14,14 +14,7 @@ from actorsnap.storage.base import (
     StorageFactory,
     check_key,
 )
-from actorsnap.storage.policies import (
-    AdaptiveStatistics,
-    AdaptiveStorage,
-    LimitedStorage,
-    PrefixStorage,
-    RetryPolicy,
-    RetryStorage,
-)
+from actorsnap.storage.network import AdaptiveStatistics, AdaptiveStorage, RetryPolicy, RetryStorage
 from actorsnap.storage.registry import known_schemes, open_storage, register
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 
@@ -29,10 +22,8 @@ __all__ = [
     "AdaptiveStatistics",
     "AdaptiveStorage",
     "Capabilities",
-    "LimitedStorage",
     "ObjectInfo",
     "ObjectWriter",
-    "PrefixStorage",
     "RetryPolicy",
     "RetryStorage",
     "RunBlocking",

@@ -5,12 +5,13 @@ empty, ``.`` and ``..`` components. Verbs are stateless, except for ``writer``, 
 concurrently from tasks of one event loop.
 
 Every failure is a ``StorageError`` subclass with ``op``, ``key`` and ``backend``; other exceptions
-are converted, with less detail (``foreign_errors.py``). A backend never returns partial data as
+are converted, with less detail (``wrapper.py``). A backend never returns partial data as
 success. ``actorsnap.testing.StorageConformance`` tests these rules.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,10 +36,10 @@ __all__ = [
     "StorageFactory",
     "check_key",
     "check_no_options",
-    "check_offset",
     "check_range",
     "check_size",
     "copy_into",
+    "ends_this_task",
     "flat",
     "for_each",
     "num_bytes",
@@ -150,11 +151,6 @@ def check_no_options(context: StorageContext, storage: str) -> None:
 def check_size(size: int) -> None:
     if size < 0:
         raise UsageError(f"an object cannot have {size} bytes")
-
-
-def check_offset(offset: int) -> None:
-    if offset < 0:
-        raise UsageError(f"not an offset: {offset}")
 
 
 def check_range(start: int, stop: int | None) -> None:
@@ -297,6 +293,11 @@ class BackendWriter(ObjectWriter):
         self._url = url
         self._is_opener = is_opener
         self._has_ended = False
+
+    async def release(self) -> None:
+        self._require_joined()
+        self._has_ended = True
+        await anyio.lowlevel.checkpoint()
 
     def _check_write(self, offset: int, views: Sequence[memoryview]) -> int:
         """Returns the end of a write, which must be inside an open object."""
@@ -504,3 +505,28 @@ async def try_each(
     await for_each(items, attempt, at_once=at_once)
     if failures:
         raise failures[0]
+
+
+def ends_this_task(error: BaseException) -> bool:
+    """Whether an exception ends its coroutine: the task was cancelled or is being closed.
+
+    Other ``CancelledError`` are failures: aiohttp raises one when its session is closed.
+    """
+    if isinstance(error, Exception):
+        return False
+    if isinstance(error, GeneratorExit) and not _runs_in_a_task():
+        return True  # garbage collection of an unfinished coroutine
+    cancelled = anyio.get_cancelled_exc_class()
+    if isinstance(error, BaseExceptionGroup):
+        is_cancelled = error.subgroup(cancelled) is not None
+    else:
+        is_cancelled = isinstance(error, cancelled)
+    return is_cancelled and anyio.current_effective_deadline() == -math.inf
+
+
+def _runs_in_a_task() -> bool:
+    try:
+        anyio.get_current_task()
+    except (AttributeError, RuntimeError):  # no task, no event loop
+        return False
+    return True

@@ -40,7 +40,6 @@ from actorsnap.storage.base import (
     StorageContext,
     check_key,
     check_no_options,
-    check_offset,
     check_range,
     check_size,
     num_bytes,
@@ -131,11 +130,7 @@ class FsStorage(Storage):
         )
 
     def _put_blocking(
-        self,
-        op: str,
-        key: str,
-        views: Sequence[memoryview],
-        publish: Callable[[str, str], None],
+        self, op: str, key: str, views: Sequence[memoryview], publish: Callable[[str, str], None]
     ) -> None:
         with self._translate_errors(op, key):
             path = self._path(key)
@@ -201,7 +196,7 @@ class FsStorage(Storage):
         self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
     ) -> None:
         check_key(key)
-        check_offset(offset)
+        check_range(offset, None)
         with self._translate_errors("read_into", key), open_for_reading(self._path(key)) as fd:
             for views in batches:
                 wanted = num_bytes(views)

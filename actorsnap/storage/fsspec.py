@@ -55,7 +55,6 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
-    check_offset,
     check_range,
     check_size,
     copy_into,
@@ -65,7 +64,7 @@ from actorsnap.storage.base import (
     truncated,
     try_each,
 )
-from actorsnap.storage.policies import RetryPolicy, RetryStorage
+from actorsnap.storage.network import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import without_secrets
 
 __all__ = ["FsspecStorage", "has_implementation", "open_fsspec"]
@@ -183,7 +182,7 @@ class FsspecStorage(Storage):
             return b"" if start == stop else await self._range(key, path, start, stop)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        check_offset(offset)
+        check_range(offset, None)
         path = self._path(key)
         with self._translate_errors("read_into", key):
             if not num_bytes(views):
@@ -219,7 +218,11 @@ class FsspecStorage(Storage):
         except UsageError:
             return  # no key starts with it
         with self._translate_errors("list", prefix):
-            files = await self._find(path)
+            await self._drop_listings()
+            try:
+                files = await self._call("find", path, detail=True)
+            except (FileNotFoundError, NotADirectoryError):
+                return
         infos = [
             ObjectInfo(key=key, size=info["size"] or 0, modified_s=_modified_s(info))
             for name, info in files.items()
@@ -227,14 +230,6 @@ class FsspecStorage(Storage):
         ]
         for info in sorted(infos, key=lambda info: info.key):
             yield info
-
-    async def _find(self, path: str) -> Mapping[str, Any]:
-        await self._drop_listings()
-        try:
-            files: Mapping[str, Any] = await self._call("find", path, detail=True)
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        return files
 
     async def delete(self, keys: Sequence[str]) -> None:
         """Deletes objects, then empty folders. All are tried. Cancellation: some are deleted."""
@@ -485,9 +480,6 @@ class _FsspecWriter(BackendWriter):
             if stored_bytes != self.size:
                 raise self._error("complete", f"{stored_bytes} bytes are there, not {self.size}")
             self._end()
-
-    async def release(self) -> None:
-        self._require_joined()
 
     async def abort(self) -> None:
         """Drops the stream and deletes the object. No effect after ``complete``."""

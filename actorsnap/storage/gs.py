@@ -40,15 +40,14 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
-    check_offset,
     check_range,
     check_size,
     flat,
     truncated,
     try_each,
 )
-from actorsnap.storage.cloud import add_policies, convert_options, split_url
-from actorsnap.storage.gs_client import GsClient, GsOptions, Resource
+from actorsnap.storage.gs_client import GsClient, GsOptions, Resource, Target
+from actorsnap.storage.network import add_policies, convert_options, split_url
 
 __all__ = ["GsStorage", "GsWriter", "open_gs"]
 
@@ -107,18 +106,13 @@ class GsStorage(Storage):
         self._class = options.storage_class
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        name = self._name(key)
-        crc = await self._client.crc32c(views)
-        await self._client.upload("put", key, name, views, crc, storage_class=self._class)
+        target = Target(name=self._name(key), storage_class=self._class)
+        await self._client.upload("put", key, target, views)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
         """Atomicity: by a precondition that the service checks."""
-        name = self._name(key)
-        views = [memoryview(data)]
-        crc = await self._client.crc32c(views)
-        await self._client.upload(
-            "put_if_absent", key, name, views, crc, storage_class=self._class, if_absent=True
-        )
+        target = Target(name=self._name(key), storage_class=self._class, if_absent=True)
+        await self._client.upload("put_if_absent", key, target, [memoryview(data)])
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         """Opens a new object. An existing one is detected on creation."""
@@ -154,7 +148,7 @@ class GsStorage(Storage):
         return data
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        check_offset(offset)
+        check_range(offset, None)
         name = self._name(key)
         targets = flat(views)
         if targets:
@@ -169,9 +163,7 @@ class GsStorage(Storage):
             for resource in page.resources:
                 if not resource.name.endswith("/"):  # some tools make these for folders
                     yield ObjectInfo(
-                        key=resource.name[skip:],
-                        size=resource.size,
-                        modified_s=resource.modified_s,
+                        key=resource.name[skip:], size=resource.size, modified_s=resource.modified_s
                     )
 
     async def delete(self, keys: Sequence[str]) -> None:
@@ -240,8 +232,7 @@ class GsWriter(BackendWriter):
         num = self._check(offset, views)
         if not num:
             return
-        crc = await self._client.crc32c(views) if crc32c is None else crc32c
-        upload = partial(self._client.upload, "write_at", self.key, views=views, crc=crc)
+        upload = partial(self._client.upload, "write_at", self.key, views=views, crc=crc32c)
         self._stored[offset] = await self._store(offset, num, upload)
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
@@ -285,17 +276,15 @@ class GsWriter(BackendWriter):
             return await self._create(make)
         name = f"{self._folder}{offset:016x}"
         self._leftovers.add(name)
-        return await make(name=name, storage_class=_COMPONENT_CLASS)
+        return await make(target=Target(name=name, storage_class=_COMPONENT_CLASS))
 
     async def _create(self, make: Callable[..., Awaitable[Resource]]) -> Resource:
         """Creates the object. Replaces only an object of an earlier try."""
         is_again, self._has_begun = self._has_begun, True
+        storage_class = self._client.options.storage_class
+        target = Target(name=self._name, storage_class=storage_class, if_absent=not is_again)
         try:
-            return await make(
-                name=self._name,
-                storage_class=self._client.options.storage_class,
-                if_absent=not is_again,
-            )
+            return await make(target=target)
         except ObjectExists:
             self._has_begun = False
             raise
@@ -366,25 +355,17 @@ class GsWriter(BackendWriter):
 
     async def _compose_level(self, names: Sequence[str], level: int) -> list[str]:
         groups = {
-            f"{self._folder}level-{level}-{start // _MAX_SOURCES}": names[
-                start : start + _MAX_SOURCES
-            ]
+            f"{self._folder}level-{level}-{start // _MAX_SOURCES}": names[start:][:_MAX_SOURCES]
             for start in range(0, len(names), _MAX_SOURCES)
         }
         self._leftovers.update(groups)
 
         async def compose(name: str) -> None:
-            await self._client.compose(
-                "complete", self.key, name, groups[name], storage_class=_COMPONENT_CLASS
-            )
+            target = Target(name=name, storage_class=_COMPONENT_CLASS)
+            await self._client.compose("complete", self.key, target, groups[name])
 
         await try_each(groups, compose, at_once=self._client.options.max_concurrency)
         return list(groups)
-
-    async def release(self) -> None:
-        self._require_joined()
-        await anyio.lowlevel.checkpoint()
-        self._has_ended = True
 
     async def abort(self) -> None:
         """Deletes all written objects, for the opener. No effect after an ending."""

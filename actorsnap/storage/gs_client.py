@@ -1,29 +1,31 @@
 """Requests to one bucket of Google Cloud Storage, by its JSON API.
 
-Control calls go by gcloud-aio on the event loop; bulk bytes by ``wire.py`` on worker threads, from
-and into the caller's memory. An upload is one *multipart* request: the object's metadata with the
-expected CRC32C, then the bytes. Downloads have it in a header; it is compared for a whole object.
+All requests go over a ``Wire``; access tokens come from the caller or from gcloud-aio-auth. An
+upload is one *multipart* request: the object's metadata with the expected CRC32C, then the bytes.
+Downloads have it in a header; it is compared for a whole object.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
 import secrets
 import ssl
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from email import message_from_bytes
 from functools import partial
+from http.client import responses
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
 import aiohttp
 import anyio
 import msgspec
-from gcloud.aio.storage import Storage as Calls
+from gcloud.aio.auth import Token
 
 from actorsnap.errors import (
     AccessDenied,
@@ -34,8 +36,8 @@ from actorsnap.errors import (
     Throttled,
 )
 from actorsnap.format.checksum import crc32c, crc32c_of
-from actorsnap.storage.base import StorageContext, flat, num_bytes, truncated, try_each
-from actorsnap.storage.cloud import (
+from actorsnap.storage.base import RunBlocking, StorageContext, flat, num_bytes, truncated, try_each
+from actorsnap.storage.network import (
     NetworkOptions,
     check_secret,
     decode_crc32c,
@@ -43,18 +45,21 @@ from actorsnap.storage.cloud import (
     parse_retry_after,
     remedy,
 )
-from actorsnap.storage.gs_auth import Credentials, CredentialsError, GivenToken
 from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength, is_unknown_host
 
-__all__ = ["GsClient", "GsOptions", "Page", "Resource"]
-
-T = TypeVar("T")
+__all__ = ["GsClient", "GsOptions", "Page", "Resource", "Target"]
 
 _ROOT = "https://storage.googleapis.com"
 _FIELDS = "name,size,crc32c,updated"
 _IF_ABSENT = {"ifGenerationMatch": "0"}
+_CONTENT_TYPE = "application/octet-stream"
 _DETAIL_CHARS = 300
 _PLACES = "the network, endpoint_url, STORAGE_EMULATOR_HOST and ca_bundle"
+_SCOPES = ["https://www.googleapis.com/auth/devstorage.full_control"]
+_REMEDY = (
+    "Name a key by credentials_file or GOOGLE_APPLICATION_CREDENTIALS, run `gcloud auth "
+    "application-default login`, or say anonymous=True for an emulator or a public bucket"
+)
 _MAX_BATCH = 100
 """Calls in one request."""
 
@@ -99,6 +104,19 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True):
     modified_s: float
 
 
+class Target(msgspec.Struct, frozen=True, kw_only=True):
+    """An object to create. Unless ``if_absent``, one of the same name is replaced."""
+
+    name: str
+    storage_class: str | None
+    if_absent: bool = False
+
+    def metadata(self, **fields: str) -> dict[str, str]:
+        return (
+            fields if self.storage_class is None else {**fields, "storageClass": self.storage_class}
+        )
+
+
 class Page(msgspec.Struct, frozen=True, kw_only=True):
     resources: Sequence[Resource]
     folders: Sequence[str]
@@ -124,114 +142,78 @@ class GsClient:
         self.options = options
         self._context = context
         self._run = context.run_blocking
-        self._timeout = aiohttp.ClientTimeout(
-            total=options.request_timeout_s,
-            sock_connect=options.connect_timeout_s,
-            sock_read=options.stall_timeout_s,
-        )
         self._connecting = anyio.Lock()
-        self._connected: _Connections | None = None
-
-    async def crc32c(self, views: Sequence[memoryview]) -> int:
-        return await self._run(crc32c_of, flat(views))
+        self._wire: Wire | None = None
+        self._credentials: _Credentials | None = None
 
     async def upload(
-        self,
-        op: str,
-        key: str,
-        name: str,
-        views: Sequence[memoryview],
-        crc: int,
-        *,
-        storage_class: str | None,
-        if_absent: bool = False,
+        self, op: str, key: str, target: Target, views: Sequence[memoryview], crc: int | None = None
     ) -> Resource:
-        """Creates an object of the bytes of ``views``, which have the CRC32C ``crc``.
+        """Creates an object of the bytes of ``views``; ``crc`` is their CRC32C, if known.
 
         Raises:
-            ObjectExists: It exists, and ``if_absent``. Else it is replaced.
+            ObjectExists: It exists, and ``if_absent``.
             StorageError: Retryable, if other bytes arrived.
         """
         views = flat(views)
+        if crc is None:
+            crc = await self._run(crc32c_of, views)
         boundary = secrets.token_hex(16)
-        metadata = {"crc32c": encode_crc32c(crc)}
-        if storage_class is not None:
-            metadata["storageClass"] = storage_class
+        metadata = target.metadata(crc32c=encode_crc32c(crc))
         head = (
             f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n"
             f"{json.dumps(metadata)}\r\n"
-            f"--{boundary}\r\nContent-Type: application/octet-stream\r\n\r\n"
+            f"--{boundary}\r\nContent-Type: {_CONTENT_TYPE}\r\n\r\n"
         )
         tail = f"\r\n--{boundary}--\r\n"
         body = [memoryview(head.encode()), *views, memoryview(tail.encode())]
-        params = {"uploadType": "multipart", "name": name, "fields": _FIELDS}
-        params |= self._write_params()
-        if if_absent:
-            params |= _IF_ABSENT
-        self._object_url(op, key, name)  # refuses bad names
-        url = f"{self._root}/upload/storage/v1/b/{self._bucket}/o?{urlencode(params)}"
-        content = {"content-type": f"multipart/related; boundary={boundary}"}
-        response = await self._transfer(
-            op, key, url, content, lambda wire, request: wire.send(request, body), method="POST"
+        query = self._creation_query(
+            target, uploadType="multipart", name=target.name, fields=_FIELDS
         )
+        self._object_url(op, key, target.name)  # refuses bad names
+        url = f"{self._root}/upload/storage/v1/b/{self._bucket}/o?{query}"
+        content = {"content-type": f"multipart/related; boundary={boundary}"}
+        response = await self._send(op, key, "POST", url, content, body, is_bulk=True)
         stored = self._resource(op, key, self._json(op, key, response.body))
         if stored.crc32c != crc or stored.size != num_bytes(views):
             # The service refuses them; emulators may store them.
-            await self.delete(op, {name: key})
+            await self.delete(op, {target.name: key})
             raise self._error(op, key, "other bytes were stored than sent", retryable=True)
         return stored
 
-    async def compose(
-        self,
-        op: str,
-        key: str,
-        name: str,
-        sources: Sequence[str],
-        *,
-        storage_class: str | None,
-        if_absent: bool = False,
-    ) -> Resource:
+    async def compose(self, op: str, key: str, target: Target, sources: Sequence[str]) -> Resource:
         """Concatenates up to 32 objects, in this order."""
         content = {
             "sourceObjects": [{"name": source} for source in sources],
-            "destination": _composite_metadata(storage_class),
+            "destination": target.metadata(contentType=_CONTENT_TYPE),
         }
-        url = f"{self._object_url(op, key, name)}/compose"
-        params = {"fields": _FIELDS, **self._write_params()}
-        if if_absent:
-            params |= _IF_ABSENT
-        return self._resource(op, key, await self._post(op, key, url, params, content))
+        query = self._creation_query(target, fields=_FIELDS)
+        url = f"{self._object_url(op, key, target.name)}/compose?{query}"
+        return self._resource(op, key, await self._post(op, key, url, content))
 
-    async def copy(
-        self,
-        op: str,
-        key: str,
-        name: str,
-        source: str,
-        *,
-        storage_class: str | None,
-        if_absent: bool = False,
-    ) -> Resource:
+    async def copy(self, op: str, key: str, target: Target, source: str) -> Resource:
         """Copies an object.
 
         A change of place, class or key is a real copy and takes more than one request.
         """
-        target = quote(name, safe="")
-        url = f"{self._object_url(op, key, source)}/rewriteTo/b/{self._bucket}/o/{target}"
-        params = {"fields": f"rewriteToken,resource({_FIELDS})", **self._params()}
+        name = quote(target.name, safe="")
+        url = f"{self._object_url(op, key, source)}/rewriteTo/b/{self._bucket}/o/{name}"
+        params = {"fields": f"rewriteToken,resource({_FIELDS})"}
         if self.options.kms_key is not None:
             params["destinationKmsKeyName"] = self.options.kms_key
-        if if_absent:
+        if target.if_absent:
             params |= _IF_ABSENT
+        content = target.metadata(contentType=_CONTENT_TYPE)
         while True:
-            answer = await self._post(op, key, url, params, _composite_metadata(storage_class))
+            answer = await self._post(op, key, f"{url}?{self._query(**params)}", content)
             if not answer.get("rewriteToken"):
                 return self._resource(op, key, answer.get("resource", {}))
             params["rewriteToken"] = str(answer["rewriteToken"])  # it continues there
 
     async def stat(self, op: str, key: str, name: str) -> Resource:
-        body, _ = await self._get(op, key, name, {"fields": _FIELDS}, {})
-        return self._resource(op, key, self._json(op, key, body))
+        url = f"{self._object_url(op, key, name)}?{self._query(fields=_FIELDS)}"
+        response = await self._send(op, key, "GET", url)
+        return self._resource(op, key, self._json(op, key, response.body))
 
     async def download(
         self, op: str, key: str, name: str, start: int, stop: int | None
@@ -240,11 +222,12 @@ class GsClient:
         bounds = {}
         if start or stop is not None:
             bounds["range"] = f"bytes={start}-{'' if stop is None else stop - 1}"
+        url = f"{self._object_url(op, key, name)}?{self._query(alt='media')}"
         try:
-            data, headers = await self._get(op, key, name, {"alt": "media"}, bounds)
+            response = await self._send(op, key, "GET", url, bounds)
         except _NoSuchRange:
             return None
-        known = _stored_checksum(headers)
+        data, known = response.body, _stored_checksum(response.headers)
         if not bounds and known is not None and await self._run(crc32c, data) != known:
             raise self._error(op, key, "other bytes arrived than are stored", retryable=True)
         return data
@@ -253,12 +236,11 @@ class GsClient:
         self, op: str, key: str, name: str, offset: int, views: Sequence[memoryview]
     ) -> None:
         stop = offset + num_bytes(views)
-        url = f"{self._object_url(op, key, name)}?{urlencode({'alt': 'media', **self._params()})}"
+        url = f"{self._object_url(op, key, name)}?{self._query(alt='media')}"
         bounds = {"range": f"bytes={offset}-{stop - 1}"}
+
         try:
-            await self._transfer(
-                op, key, url, bounds, lambda wire, request: wire.receive(request, views)
-            )
+            await self._send(op, key, "GET", url, bounds, into=views, is_bulk=True)
         except _NoSuchRange:
             raise truncated(key, stop) from None
 
@@ -272,18 +254,11 @@ class GsClient:
             "delimiter": delimiter,
             "maxResults": "1000",
             "fields": f"nextPageToken,prefixes,items({_FIELDS})",
-            **self._params(),
         }
         params = {name: value for name, value in params.items() if value}
-
-        async def call(calls: Calls, headers: dict[str, str]) -> dict[str, Any]:
-            answer: dict[str, Any] = await calls.list_objects(
-                self._bucket, params=params, headers=headers, timeout=self._timeout
-            )
-            return answer
-
         while True:
-            answer = await self._control(op, key, call)
+            url = f"{self._root}/storage/v1/b/{self._bucket}/o?{self._query(**params)}"
+            answer = self._json(op, key, (await self._send(op, key, "GET", url)).body)
             yield Page(
                 resources=[self._resource(op, key, item) for item in answer.get("items", ())],
                 folders=answer.get("prefixes", ()),
@@ -304,43 +279,30 @@ class GsClient:
 
     async def _delete_batch(self, op: str, batch: Sequence[tuple[str, str]]) -> None:
         boundary = secrets.token_hex(16)
-        suffix = f"?{urlencode(self._params())}" if self._params() else ""
+        query = self._query()
         calls = []
         for number, (name, key) in enumerate(batch):
             path = urlsplit(self._object_url(op, key, name)).path
             calls.append(
                 f"--{boundary}\r\nContent-Type: application/http\r\nContent-ID: <{number}>\r\n\r\n"
-                f"DELETE {path}{suffix} HTTP/1.1\r\n\r\n\r\n"
+                f"DELETE {path}{query and f'?{query}'} HTTP/1.1\r\n\r\n\r\n"
             )
-        data = "".join([*calls, f"--{boundary}--\r\n"]).encode()
+        body = [memoryview("".join([*calls, f"--{boundary}--\r\n"]).encode())]
         content = {"content-type": f"multipart/mixed; boundary={boundary}"}
-
-        async def call(calls: Calls, headers: dict[str, str]) -> Mapping[int, tuple[int, str]]:
-            response = await calls.session.post(
-                f"{self._root}/batch/storage/v1",
-                headers={**headers, **content},
-                data=data,
-                timeout=self._timeout,
-            )
-            answers = _parse_batch(response.headers["content-type"], await response.read())
-            if any(status == 401 for status, _ in answers.values()):
-                raise aiohttp.ClientResponseError(
-                    response.request_info, (), status=401, message="the token was refused"
-                )
-            return answers
-
-        answers = await self._control(op, batch[0][1], call)
+        url = f"{self._root}/batch/storage/v1"
+        answers = _parse_batch(await self._send(op, batch[0][1], "POST", url, content, body))
         for number, (_, key) in enumerate(batch):
-            status, body = answers.get(number, (500, "no answer came"))
+            status, answer = answers.get(number, (500, "no answer came"))
             if not (200 <= status < 300 or status == 404):
-                raise self._error_from_response(op, key, status, body, {})
+                raise self._error_from_response(op, key, status, answer, {})
 
     async def aclose(self) -> None:
-        connected, self._connected = self._connected, None
-        if connected is not None:
-            connected.credentials.close()
-            await connected.session.close()
-            await connected.wire.aclose()
+        wire, self._wire = self._wire, None
+        credentials, self._credentials = self._credentials, None
+        if credentials is not None:
+            await credentials.aclose()
+        if wire is not None:
+            await wire.aclose()
 
     # --- requests ------------------------------------------------------------------------------
 
@@ -351,121 +313,111 @@ class GsClient:
             raise self._error(op, key, "the key is no valid object name") from error
         return f"{self._root}/storage/v1/b/{self._bucket}/o/{quoted}"
 
-    def _params(self) -> dict[str, str]:
-        project = self.options.user_project
-        return {} if project is None else {"userProject": project}
+    def _query(self, **params: str) -> str:
+        if self.options.user_project is not None:
+            params["userProject"] = self.options.user_project
+        return urlencode(params)
 
-    def _write_params(self) -> dict[str, str]:
-        key = self.options.kms_key
-        return self._params() if key is None else {**self._params(), "kmsKeyName": key}
+    def _creation_query(self, target: Target, **params: str) -> str:
+        if self.options.kms_key is not None:
+            params["kmsKeyName"] = self.options.kms_key
+        if target.if_absent:
+            params |= _IF_ABSENT
+        return self._query(**params)
 
-    async def _post(
-        self, op: str, key: str, url: str, params: Mapping[str, str], content: object
-    ) -> Mapping[str, Any]:
-        async def call(calls: Calls, headers: dict[str, str]) -> bytes:
-            response = await calls.session.post(
-                url,
-                headers={**headers, "content-type": "application/json"},
-                data=json.dumps(content),
-                params=params,
-                timeout=self._timeout,
-            )
-            body: bytes = await response.read()
-            return body
+    async def _post(self, op: str, key: str, url: str, content: object) -> Mapping[str, Any]:
+        headers = {"content-type": "application/json"}
+        body = [memoryview(json.dumps(content).encode())]
+        return self._json(op, key, (await self._send(op, key, "POST", url, headers, body)).body)
 
-        return self._json(op, key, await self._control(op, key, call))
-
-    async def _get(
-        self, op: str, key: str, name: str, params: Mapping[str, str], bounds: Mapping[str, str]
-    ) -> tuple[bytes, Mapping[str, str]]:
-        url = self._object_url(op, key, name)
-
-        async def call(calls: Calls, headers: dict[str, str]) -> tuple[bytes, Mapping[str, str]]:
-            response = await calls.session.get(
-                url,
-                headers={**headers, **bounds, "accept-encoding": "identity"},
-                params={**params, **self._params()},
-                timeout=self._timeout,
-            )
-            return await response.read(), response.headers
-
-        return await self._control(op, key, call)
-
-    async def _control(
-        self, op: str, key: str, call: Callable[[Calls, dict[str, str]], Awaitable[T]]
-    ) -> T:
-        """Awaits ``call``. Renews a refused token once."""
-        connected = await self._connect(op, key)
-        for is_last in (False, True):
-            token = await self._token(op, key, connected)
-            try:
-                return await call(connected.calls, _authorization(token))
-            except aiohttp.ClientResponseError as error:
-                if error.status == 401 and not is_last and connected.credentials.forget(token):
-                    continue
-                headers = {n.lower(): value for n, value in (error.headers or {}).items()}
-                raise self._error_from_response(
-                    op, key, error.status, error.message, headers
-                ) from error
-            except (aiohttp.ClientError, OSError) as error:
-                raise self._error_without_response(op, key, error) from error
-        raise AssertionError
-
-    async def _transfer(
+    async def _send(
         self,
         op: str,
         key: str,
+        method: str,
         url: str,
-        headers: Mapping[str, str],
-        transfer: Callable[[Wire, Request], Awaitable[Response]],
+        headers: Mapping[str, str] | None = None,
+        body: Sequence[memoryview] = (),
         *,
-        method: str = "GET",
+        into: Sequence[memoryview] | None = None,
+        is_bulk: bool = False,
     ) -> Response:
-        connected = await self._connect(op, key)
+        """Sends a request; ``into`` takes the response's body. Renews a refused token once."""
+        wire = await self._connect(op, key)
+        options = self.options
         for is_last in (False, True):
-            token = await self._token(op, key, connected)
+            token = await self._token(op, key)
+            authorization = {"authorization": f"Bearer {token}"} if token else {}
             request = Request(
                 method=method,
                 url=url,
-                headers={**headers, **_authorization(token)},
-                deadline_s=self.options.transfer_timeout_s,
+                headers={**(headers or {}), **authorization},
+                deadline_s=options.transfer_timeout_s if is_bulk else options.request_timeout_s,
+                kept_bytes=None,
             )
             try:
-                response = await transfer(connected.wire, request)
+                if into is None:
+                    response = await wire.send(request, body)
+                else:
+                    response = await wire.receive(request, into)
             except WrongLength as error:
                 raise _NoSuchRange from error
             except WireError as error:
                 detail = f"{error.detail}; {remedy(error.is_timeout, _PLACES)}"
                 raise self._error(op, key, detail, retryable=error.is_retryable) from error
+            if _is_refused(response) and not is_last and self._forget(token):
+                continue
             if response.status in (200, 206):
                 return response
-            if response.status == 401 and not is_last and connected.credentials.forget(token):
-                continue
-            body = response.body.decode(errors="replace")
-            raise self._error_from_response(op, key, response.status, body, response.headers)
+            text = response.body.decode(errors="replace")
+            raise self._error_from_response(op, key, response.status, text, response.headers)
         raise AssertionError
 
-    async def _connect(self, op: str, key: str) -> _Connections:
+    async def _connect(self, op: str, key: str) -> Wire:
         async with self._connecting:
-            if self._connected is None:
+            if self._wire is None:
                 options = self.options
                 try:
-                    tls = await self._run(_load_authorities, options.ca_bundle)
+                    load = partial(ssl.create_default_context, cafile=options.ca_bundle)
+                    tls = await self._run(load)
                 except OSError as error:  # includes SSLError
                     detail = f"ca_bundle {options.ca_bundle!r} cannot be used: {error}"
                     raise self._error(op, key, detail) from error
-                self._connected = _Connections(self._root, options, tls, self._context)
-            return self._connected
+                if not self._is_anonymous and options.token is None:
+                    self._credentials = _Credentials(options, tls, self._run)
+                self._wire = Wire(self._context.run_io or self._run, options, ssl_context=tls)
+            return self._wire
 
-    async def _token(self, op: str, key: str, connected: _Connections) -> str:
-        if self._is_anonymous:
-            return ""
+    def _forget(self, token: str) -> bool:
+        """Whether another token than a refused one can be had."""
+        return self._credentials is not None and self._credentials.forget(token)
+
+    async def _token(self, op: str, key: str) -> str:
+        if self._credentials is None:
+            return "" if self._is_anonymous else self.options.token or ""
         try:
-            return await connected.credentials.get()
-        except CredentialsError as error:
-            if error.is_retryable:
-                raise self._error(op, key, error.detail, retryable=True) from error
-            raise AccessDenied(op=op, key=key, backend=self.url, detail=error.detail) from error
+            return await self._credentials.get()
+        except TimeoutError as error:
+            limit_s = self.options.request_timeout_s
+            detail = f"no access token came within {limit_s:g} s"
+            raise self._no_token(op, key, detail, is_passing=True) from error
+        except aiohttp.ClientResponseError as error:
+            detail = f"no access token was given: {error.status} {error.message[:_DETAIL_CHARS]}"
+            is_passing = error.status >= 500 or error.status == 429
+            raise self._no_token(op, key, detail, is_passing=is_passing) from error
+        except aiohttp.ClientError as error:
+            detail = f"no access token can be fetched: {error}"
+            is_passing = not is_unknown_host(error)
+            raise self._no_token(op, key, detail, is_passing=is_passing) from error
+        except (OSError, ValueError, LookupError) as error:
+            detail = f"the credentials cannot be used: {type(error).__name__}: {error}"
+            raise self._no_token(op, key, detail, is_passing=False) from error
+
+    def _no_token(self, op: str, key: str, detail: str, *, is_passing: bool) -> StorageError:
+        detail = f"{detail}. {_REMEDY}"
+        if is_passing:
+            return self._error(op, key, detail, retryable=True)
+        return AccessDenied(op=op, key=key, backend=self.url, detail=detail)
 
     # --- answers -------------------------------------------------------------------------------
 
@@ -492,7 +444,8 @@ class GsClient:
     def _error_from_response(
         self, op: str, key: str, status: int, body: str, headers: Mapping[str, str]
     ) -> Exception:
-        detail = f"bucket {self._bucket!r}: HTTP {status}: {_parse_message(body)}"
+        message = _parse_message(body) or responses.get(status, "no reason was given")
+        detail = f"bucket {self._bucket!r}: HTTP {status}: {message}"
 
         def error(kind: type[StorageError], advice: str = "", **fields: Any) -> StorageError:
             text = f"{detail}. {advice}" if advice else detail
@@ -530,14 +483,6 @@ class GsClient:
         is_damaged = status == 400 and "crc32c" in body.lower()
         return error(StorageError, retryable=is_damaged or status == 408 or status >= 500)
 
-    def _error_without_response(self, op: str, key: str, error: Exception) -> StorageError:
-        if isinstance(error, aiohttp.ClientSSLError):
-            detail = f"TLS with {self._root} failed: {error}. ca_bundle names other authorities"
-            return self._error(op, key, detail)
-        detail = f"no answer from {self._root}: {type(error).__name__} {error}".rstrip()
-        detail += f"; {remedy(isinstance(error, TimeoutError), _PLACES)}"
-        return self._error(op, key, detail, retryable=not is_unknown_host(error))
-
     def _error(self, op: str, key: str, detail: str, *, retryable: bool = False) -> StorageError:
         detail = f"bucket {self._bucket!r}: {detail}"
         return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=retryable)
@@ -546,56 +491,68 @@ class GsClient:
 _NEEDS_BUCKET_ONLY = frozenset({"put", "put_if_absent", "writer", "write_at", "list"})
 
 
-class _Connections:
-    def __init__(
-        self, root: str, options: GsOptions, tls: ssl.SSLContext, context: StorageContext
-    ) -> None:
-        self.session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(ssl=tls, limit=options.max_concurrency)
+class _Credentials:
+    """Google's application default credentials, or a file's; tokens are renewed in time."""
+
+    def __init__(self, options: GsOptions, tls: ssl.SSLContext, run_blocking: RunBlocking) -> None:
+        self._options = options
+        self._run = run_blocking
+        self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(ssl=tls))
+        self._source: Any = None  # a ``Token``, once needed
+        # All waiters share gcloud-aio's fetching task: one at a time, or the cancellation of one
+        # would reach the others.
+        self._turn = anyio.Lock()
+
+    async def get(self) -> str:
+        """Returns a token that is valid for some minutes."""
+        async with self._turn:
+            with anyio.fail_after(self._options.request_timeout_s):
+                if self._source is None:
+                    self._source = await self._run(self._load)
+                token: str = await self._source.get()
+        return token
+
+    def forget(self, token: str) -> bool:
+        """Drops a refused ``token``. Returns whether ``get`` will return another one."""
+        if self._source is None:
+            return False
+        if self._source.access_token == token:
+            self._source.access_token = None
+        return True
+
+    async def aclose(self) -> None:
+        if self._source is not None and self._source.acquiring is not None:
+            self._source.acquiring.cancel()
+        await self._session.close()
+
+    def _load(self) -> Token:
+        return _SingleTryToken(
+            service_file=self._options.credentials_file, session=self._session, scopes=_SCOPES
         )
-        self.credentials: Credentials | GivenToken = (
-            Credentials(
-                options.credentials_file,
-                self.session,
-                context.run_blocking,
-                options.request_timeout_s,
-            )
-            if options.token is None
-            else GivenToken(options.token)
-        )
-        # "dev": a request gets only these headers, which have the token.
-        self.calls = Calls(
-            session=self.session, token=self.credentials, api_root=root, api_is_dev=True
-        )
-        self.wire = Wire(
-            context.run_io or context.run_blocking,
-            connect_s=options.connect_timeout_s,
-            stall_s=options.stall_timeout_s,
-            max_idle=options.max_concurrency,
-            ssl_context=tls,
-        )
+
+
+class _SingleTryToken(Token):  # type: ignore[misc]
+    """Requests a token once: gcloud-aio's retries are silent; the storage retries."""
+
+    async def acquire_access_token(self) -> None:
+        await inspect.unwrap(Token.acquire_access_token)(self)
 
 
 class _NoSuchRange(Exception):
     """The object ends before the requested bytes."""
 
 
-def _load_authorities(ca_bundle: str | None) -> ssl.SSLContext:
-    return ssl.create_default_context(cafile=ca_bundle)
+def _is_refused(response: Response) -> bool:
+    """Whether the token was refused, if only for one call of a batch."""
+    if response.status != 200 or "multipart/mixed" not in response.headers.get("content-type", ""):
+        return response.status == 401
+    return any(status == 401 for status, _ in _parse_batch(response).values())
 
 
-def _authorization(token: str) -> dict[str, str]:
-    return {"authorization": f"Bearer {token}"} if token else {}
-
-
-def _composite_metadata(storage_class: str | None) -> dict[str, str]:
-    metadata = {"contentType": "application/octet-stream"}
-    return metadata if storage_class is None else {**metadata, "storageClass": storage_class}
-
-
-def _parse_batch(content_type: str, body: bytes) -> Mapping[int, tuple[int, str]]:
+def _parse_batch(response: Response) -> Mapping[int, tuple[int, str]]:
     """Returns status and body of each answer, by the number of its call."""
-    message = message_from_bytes(f"content-type: {content_type}\r\n\r\n".encode() + body)
+    head = f"content-type: {response.headers.get('content-type', '')}\r\n\r\n"
+    message = message_from_bytes(head.encode() + response.body)
     answers = {}
     for part in message.walk():
         number = re.search(r"(\d+)>?$", part.get("content-id", ""))

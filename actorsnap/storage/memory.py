@@ -18,11 +18,7 @@ from typing import NoReturn
 
 from anyio.lowlevel import checkpoint
 
-from actorsnap.errors import (
-    ObjectExists,
-    ObjectNotFound,
-    UsageError,
-)
+from actorsnap.errors import ObjectExists, ObjectNotFound, UsageError
 from actorsnap.format.checksum import crc32c_of
 from actorsnap.storage.base import (
     BackendWriter,
@@ -33,7 +29,6 @@ from actorsnap.storage.base import (
     StorageContext,
     check_key,
     check_no_options,
-    check_offset,
     check_range,
     check_size,
     copy_into,
@@ -179,7 +174,7 @@ class MemoryStorage(Storage):
         return bytes(memoryview(data)[start : range_end(key, start, stop, len(data))])
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        check_offset(offset)
+        check_range(offset, None)
         data = (await self._find("read_into", key)).data
         wanted = num_bytes(views)
         if wanted and offset + wanted > len(data):

@@ -54,14 +54,7 @@ _LINK_UNSUPPORTED = {
     errno.EINVAL,
 }
 _RENAME_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-_RETRYABLE = {
-    errno.EAGAIN,
-    errno.EMFILE,
-    errno.ENFILE,
-    errno.ENOMEM,
-    errno.ESTALE,
-    errno.ETIMEDOUT,
-}
+_RETRYABLE = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 _READING = {"get", "read_into", "stat", "join_writer"}
 
 

@@ -43,13 +43,12 @@ from actorsnap.storage.base import (
     Storage,
     StorageContext,
     check_key,
-    check_offset,
     check_range,
     num_bytes,
     range_end,
     slice_views,
 )
-from actorsnap.storage.cloud import add_policies, convert_options, encode_crc32c
+from actorsnap.storage.network import add_policies, convert_options, encode_crc32c
 from actorsnap.storage.s3_bucket import S3Bucket, Sent, UploadPart, error_code, etag_of, info_of
 from actorsnap.storage.s3_client import S3Options
 
@@ -197,7 +196,7 @@ class S3Storage(Storage):
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
         check_key(key)
-        check_offset(offset)
+        check_range(offset, None)
         if num_bytes(views):
             await self.bucket.receive("read_into", key, offset, views)
         else:
@@ -263,11 +262,6 @@ class _Writer(BackendWriter):
         super().__init__(upload.key, upload.size, token, url=bucket.url, is_opener=is_opener)
         self._bucket = bucket
         self._upload = upload
-
-    async def release(self) -> None:
-        self._require_joined()
-        self._has_ended = True
-        await anyio.lowlevel.checkpoint()
 
 
 class SmallWriter(_Writer):

@@ -17,18 +17,14 @@ from urllib.parse import urlencode
 import anyio
 from botocore.exceptions import BotoCoreError, ClientError
 
-from actorsnap.errors import (
-    ObjectExists,
-    ObjectNotFound,
-    StorageError,
-    Throttled,
-)
+from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, Throttled
 from actorsnap.format.checksum import crc32c_of
 from actorsnap.log import Log
 from actorsnap.storage.base import CLEANUP_S, ObjectInfo, StorageContext, num_bytes, truncated
-from actorsnap.storage.cloud import encode_crc32c, split_url
+from actorsnap.storage.network import encode_crc32c, split_url
 from actorsnap.storage.s3_client import (
     UNSIGNED_PAYLOAD,
+    BulkTarget,
     S3Client,
     S3Options,
     shared_client,
@@ -160,10 +156,10 @@ class S3Bucket:
 
     async def receive(self, op: str, key: str, offset: int, views: Sequence[memoryview]) -> None:
         stop = offset + num_bytes(views)
-        headers = {"Range": f"bytes={offset}-{stop - 1}", **self._read_headers}
+        target = self._target(key, {"Range": f"bytes={offset}-{stop - 1}", **self._read_headers})
         try:
             with self._translate_errors(op, key):
-                response = await self.client.receive(self._name, self.full(key), headers, views)
+                response = await self.client.receive(target, views)
         except StorageError as error:
             cause = error.__cause__
             if isinstance(cause, WrongLength) and cause.num_bytes is not None:
@@ -179,27 +175,27 @@ class S3Bucket:
     async def get(self, op: str, key: str) -> tuple[bytes, int]:
         """Returns an object's first bytes and its size."""
         with self._translate_errors(op, key):
-            response = await self.client.receive(
-                self._name, self.full(key), self._read_headers, None
-            )
+            response = await self.client.receive(self._target(key, self._read_headers), None)
         return response.body, int(response.headers.get("content-length", len(response.body)))
 
     async def put(
         self, op: str, key: str, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        await self._send(op, key, {}, self._written, views, crc32c)
+        await self._send(op, key, self._target(key, self._written), views, crc32c)
 
     async def put_conditionally(self, op: str, key: str, views: Sequence[memoryview]) -> None:
-        headers = {**self._written, "If-None-Match": "*"}
+        target = self._target(key, {**self._written, "If-None-Match": "*"})
         # With all checks at once: a retry would find the first try's object.
-        await self._send(op, key, {}, headers, views, is_signed=True)
+        await self._send(op, key, target, views, is_signed=True)
+
+    def _target(self, key: str, headers: Mapping[str, str]) -> BulkTarget:
+        return BulkTarget(self._name, self.full(key), headers)
 
     async def _send(
         self,
         op: str,
         key: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
+        target: BulkTarget,
         views: Sequence[memoryview],
         crc32c: int | None = None,
         *,
@@ -209,13 +205,14 @@ class S3Bucket:
             (crc32c,) = await self.checksums([views])
         expected = encode_crc32c(crc32c)
         headers = {
-            **headers,
+            **target.headers,
             "x-amz-checksum-crc32c": expected,
             "x-amz-sdk-checksum-algorithm": "CRC32C",
         }
+        target = target._replace(headers=headers)
         client, sent = self.client, None
         if not is_signed and client.checks_crc32c is not False:
-            sent = await self._send_as(UNSIGNED_PAYLOAD, op, key, query, headers, views)
+            sent = await self._send_as(op, key, target, views, UNSIGNED_PAYLOAD)
             client.checks_crc32c = bool(sent.crc32c)
         if sent is None or not sent.crc32c:
             has_md5 = is_signed or not await self._checks_sha256(op)
@@ -225,25 +222,17 @@ class S3Bucket:
                 raise self.changed(op, key, "the body to send")
             if has_md5:
                 headers["Content-MD5"] = base64.b64encode(digests[1]).decode()
-            sent = await self._send_as(digests[0].hex(), op, key, query, headers, views)
+            sent = await self._send_as(op, key, target, views, digests[0].hex())
             client.checks_crc32c = bool(sent.crc32c)
         if sent.crc32c not in ("", expected):
             raise self.changed(op, key, "the body that arrived")
         return sent._replace(crc32c=expected)
 
     async def _send_as(
-        self,
-        payload: str,
-        op: str,
-        key: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        views: Sequence[memoryview],
+        self, op: str, key: str, target: BulkTarget, views: Sequence[memoryview], payload: str
     ) -> Sent:
         with self._translate_errors(op, key):
-            response = await self.client.send(
-                "PUT", self._name, self.full(key), query, headers, views, payload=payload
-            )
+            response = await self.client.send(target, views, payload)
         crc32c = response.headers.get("x-amz-checksum-crc32c", "")
         return Sent(crc32c, response.headers.get("etag", "").strip('"'), num_bytes(views))
 
@@ -286,7 +275,8 @@ class S3Bucket:
                 async with self._probe_key() as key:
                     try:
                         views = [memoryview(b"x")]
-                        await self._send_as(nothing, op, key, {}, self._written, views)
+                        target = self._target(key, self._written)
+                        await self._send_as(op, key, target, views, nothing)
                         client.checks_sha256 = False
                     except StorageError as error:
                         if error.retryable and error_code(error) not in _MISMATCHES:
@@ -312,12 +302,8 @@ class S3Bucket:
         full = [self.full(key) for key in dict.fromkeys(keys)]
         for start in range(0, len(full), _MAX_DELETED):
             batch = full[start : start + _MAX_DELETED]
-            answer = await self.call(
-                "delete",
-                "",
-                "delete_objects",
-                Delete={"Objects": [{"Key": key} for key in batch], "Quiet": True},
-            )
+            listed = {"Objects": [{"Key": key} for key in batch], "Quiet": True}
+            answer = await self.call("delete", "", "delete_objects", Delete=listed)
             for failed in answer.get("Errors", ()):
                 key = self.relative(str(failed.get("Key", "")))
                 with suppress(ObjectNotFound):
@@ -343,21 +329,16 @@ class S3Bucket:
 
     async def _create_upload(self, key: str) -> str:
         """Begins an upload; learns whether the server checks parts' checksums."""
-        answer = await self.call(
-            "writer",
-            key,
-            "create_multipart_upload",
-            ChecksumAlgorithm="CRC32C",
-            **self._object_properties,
-        )
+        params = {"ChecksumAlgorithm": "CRC32C", **self._object_properties}
+        answer = await self.call("writer", key, "create_multipart_upload", **params)
         if self.client.checks_crc32c is None:
             self.client.checks_crc32c = "ChecksumAlgorithm" in answer
         return str(answer["UploadId"])
 
     async def send_part(self, key: str, upload_id: str, part: UploadPart) -> Sent:
         query = {"partNumber": str(part.number), "uploadId": upload_id}
-        headers = self._read_headers
-        return await self._send("write_at", key, query, headers, part.views, part.crc32c)
+        target = self._target(key, self._read_headers)._replace(query=query)
+        return await self._send("write_at", key, target, part.views, part.crc32c)
 
     async def parts(self, op: str, key: str, upload_id: str) -> Sequence[dict[str, Any]]:
         """Returns the server's list of parts, by rising number."""
@@ -371,15 +352,9 @@ class S3Bucket:
         names = {"PartNumber", "ETag"}
         if self.client.checks_crc32c is not False:
             names.add("ChecksumCRC32C")
-        return await self.call(
-            op,
-            key,
-            "complete_multipart_upload",
-            UploadId=upload_id,
-            MultipartUpload={
-                "Parts": [{name: part[name] for name in names & part.keys()} for part in parts]
-            },
-        )
+        named = [{name: part[name] for name in names & part.keys()} for part in parts]
+        params = {"UploadId": upload_id, "MultipartUpload": {"Parts": named}}
+        return await self.call(op, key, "complete_multipart_upload", **params)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
         """Ends an upload, also under cancellation; never raises ``StorageError``."""
@@ -399,7 +374,7 @@ class S3Bucket:
             if client.copies_parts is None:
                 upload_id = await self._create_upload(key)
                 try:
-                    copied = await self._copy("writer", key, upload_id, 1, source, 0, 1)
+                    copied = await self._copy("writer", key, upload_id, 1, source, "bytes=0-0")
                     client.copies_parts = bool(copied)
                 except StorageError as error:
                     if error.retryable:
@@ -413,11 +388,10 @@ class S3Bucket:
         self, key: str, upload_id: str, part: UploadPart, source: str
     ) -> Sent | None:
         """Copies a part from the same place in ``source``; None if that has other bytes."""
-        start, size = part.offset, num_bytes(part.views)
+        size = num_bytes(part.views)
+        bytes_range = f"bytes={part.offset}-{part.offset + size - 1}"
         try:
-            copied = await self._copy(
-                "reuse", key, upload_id, part.number, source, start, start + size
-            )
+            copied = await self._copy("reuse", key, upload_id, part.number, source, bytes_range)
         except Throttled:
             raise
         except StorageError as error:
@@ -430,14 +404,7 @@ class S3Bucket:
         return sent if (md5.hex(), actual) == (sent.etag, part.crc32c) else None
 
     async def _copy(
-        self,
-        op: str,
-        key: str,
-        upload_id: str,
-        number: int,
-        source: str,
-        start: int,
-        stop: int,
+        self, op: str, key: str, upload_id: str, number: int, source: str, bytes_range: str
     ) -> Mapping[str, Any]:
         answer = await self.call(
             op,
@@ -446,7 +413,7 @@ class S3Bucket:
             UploadId=upload_id,
             PartNumber=number,
             CopySource={"Bucket": self._name, "Key": self.full(source)},
-            CopySourceRange=f"bytes={start}-{stop - 1}",
+            CopySourceRange=bytes_range,
         )
         copied: Mapping[str, Any] = answer.get("CopyPartResult", {})
         return copied

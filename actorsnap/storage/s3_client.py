@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qs, quote, urlencode, urlsplit
 
 import anyio
@@ -54,16 +54,16 @@ from actorsnap.errors import (
 )
 from actorsnap.release import RELEASE
 from actorsnap.storage.base import RunBlocking
-from actorsnap.storage.cloud import NetworkOptions, check_secret, parse_retry_after, remedy
+from actorsnap.storage.network import NetworkOptions, check_secret, parse_retry_after, remedy
 from actorsnap.storage.wire import Request, Response, Wire, WireError
 
 __all__ = [
     "UNSIGNED_PAYLOAD",
     "S3Client",
     "S3Options",
-    "translate_error",
-    "is_missing",
+    "BulkTarget",
     "shared_client",
+    "translate_error",
 ]
 
 MIB = 1 << 20
@@ -144,6 +144,15 @@ class S3Options(NetworkOptions, frozen=True, kw_only=True):
         return f"S3Options(endpoint_url={self.endpoint_url!r}, region={self.region!r})"
 
 
+class BulkTarget(NamedTuple):
+    """The object or part of a bulk request, and its headers."""
+
+    bucket: str
+    key: str
+    headers: Mapping[str, str]
+    query: Mapping[str, str] = {}
+
+
 class _Bucket(msgspec.Struct, frozen=True):
     """The URL before an object's key, and the signatures' region; None if unsigned."""
 
@@ -189,7 +198,7 @@ class S3Client:
         self.probing = anyio.Lock()
         self.beginning = anyio.Lock()
         self._run_io = run_io
-        self._opening = anyio.Lock()
+        self._opening = anyio.Lock(fast_acquire=True)
         self._session: AioSession | None = None
         self._client: Any = None
         self._wire: Wire | None = None
@@ -217,59 +226,34 @@ class S3Client:
         answer: dict[str, Any] = await getattr(self._client, operation)(**params)
         return answer
 
-    async def send(
-        self,
-        method: str,
-        bucket: str,
-        key: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        views: Sequence[memoryview],
-        *,
-        payload: str = UNSIGNED_PAYLOAD,
-    ) -> Response:
-        """Sends ``views`` as the body of a request.
+    async def send(self, target: BulkTarget, views: Sequence[memoryview], payload: str) -> Response:
+        """Sends ``views`` as the body of a PUT.
 
         ``payload`` is their SHA-256 in hex digits, if it is to be signed. Cancellation: at once;
         the server may have acted on the request.
         """
-        request = await self._request(method, bucket, key, query, headers, payload)
-        response = await self._require_wire().send(request, views)
-        _raise_for_status(response, method)
+        wire = await self._open()
+        response = await wire.send(await self._request("PUT", target, payload), views)
+        _raise_for_status(response, "PUT")
         return response
 
-    async def receive(
-        self,
-        bucket: str,
-        key: str,
-        headers: Mapping[str, str],
-        views: Sequence[memoryview] | None,
-    ) -> Response:
+    async def receive(self, target: BulkTarget, views: Sequence[memoryview] | None) -> Response:
         """Fills ``views`` with an object's bytes; if None, keeps up to 1 MiB as the body.
 
         Cancellation: at once; the views are free.
         """
-        request = await self._request("GET", bucket, key, {}, headers, UNSIGNED_PAYLOAD)
-        wire = self._require_wire()
+        wire = await self._open()
+        request = await self._request("GET", target, UNSIGNED_PAYLOAD)
         response = await (wire.send(request) if views is None else wire.receive(request, views))
         _raise_for_status(response, "GET")
         return response
 
-    async def _request(
-        self,
-        method: str,
-        bucket: str,
-        key: str,
-        query: Mapping[str, str],
-        headers: Mapping[str, str],
-        payload: str,
-    ) -> Request:
-        await self._open()
-        at = await self._bucket(bucket)
-        url = at.base_url + quote(key, safe="/~")
-        if query:
-            url += f"?{urlencode(query, quote_via=quote)}"
-        sent = {"User-Agent": f"actorsnap/{RELEASE}", **headers}
+    async def _request(self, method: str, target: BulkTarget, payload: str) -> Request:
+        at = await self._bucket(target.bucket)
+        url = at.base_url + quote(target.key, safe="/~")
+        if target.query:
+            url += f"?{urlencode(target.query, quote_via=quote)}"
+        sent = {"User-Agent": f"actorsnap/{RELEASE}", **target.headers}
         if at.region is not None:
             assert self._session is not None
             credentials = await self._session.get_credentials()
@@ -279,9 +263,8 @@ class S3Client:
             frozen = await credentials.get_frozen_credentials()
             _Signer(frozen, at.region, payload).add_auth(request)
             sent = dict(request.headers.items())
-        return Request(
-            method=method, url=url, headers=sent, deadline_s=self.options.transfer_timeout_s
-        )
+        deadline_s = self.options.transfer_timeout_s
+        return Request(method=method, url=url, headers=sent, deadline_s=deadline_s)
 
     async def _bucket(self, name: str) -> _Bucket:
         bucket = self._buckets.get(name)
@@ -303,9 +286,7 @@ class S3Client:
             bucket = self._buckets[name] = _Bucket(base_url, region)
         return bucket
 
-    async def _open(self) -> None:
-        if self._client is not None and self._wire is not None:
-            return
+    async def _open(self) -> Wire:
         async with self._opening:
             if self._client is None:
                 self._session, self._client = await self._run_io(_open_client, self.options)
@@ -314,10 +295,7 @@ class S3Client:
                 assert self._session is not None
                 endpoint_url = self._client.meta.endpoint_url
                 self._wire = await self._run_io(self._new_wire, self._session, endpoint_url)
-
-    def _require_wire(self) -> Wire:
-        assert self._wire is not None
-        return self._wire
+            return self._wire
 
     def _new_wire(self, session: AioSession, endpoint_url: str) -> Wire:
         options = self.options
@@ -331,14 +309,8 @@ class S3Client:
                 self._ssl_context = ssl.create_default_context(cafile=get_cert_path(verify))
             except OSError as error:
                 raise UsageError(f"the certificates {verify!r} cannot be read: {error}") from error
-        return Wire(
-            self._run_io,
-            connect_s=options.connect_timeout_s,
-            stall_s=options.stall_timeout_s,
-            max_idle=options.max_concurrency,
-            ssl_context=self._ssl_context,
-            proxy=_check_proxy(proxies.get(scheme)),
-        )
+        proxy = _check_proxy(proxies.get(scheme))
+        return Wire(self._run_io, options, ssl_context=self._ssl_context, proxy=proxy)
 
     async def _send_control(
         self, request: AWSPreparedRequest, event_name: str, **_: Any
@@ -351,7 +323,8 @@ class S3Client:
             for name, value in request.headers.items()
             if name not in ("Content-Length", "Expect")
         }
-        response = await self._require_wire().send(
+        assert self._wire is not None
+        response = await self._wire.send(
             Request(
                 method=request.method,
                 url=request.url,
@@ -501,7 +474,7 @@ _NEEDED = (
 )
 
 
-def is_missing(error: ClientError) -> bool:
+def _is_missing(error: ClientError) -> bool:
     """Whether the object does not exist. A response to HEAD has the status only."""
     return error.response["Error"].get("Code") in ("NoSuchKey", "404", "NotFound")
 
@@ -548,7 +521,7 @@ def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
     code = str(failure.get("Code") or status)
     answer = f"{code} ({status})"
     wait_s = parse_retry_after(headers.get("retry-after"))
-    if is_missing(error):
+    if _is_missing(error):
         return ObjectNotFound, f"{answer}: no such object", {}
     if code == "NoSuchBucket":
         return StorageError, f"{answer}: create it, or correct its name or endpoint_url", {}

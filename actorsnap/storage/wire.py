@@ -14,12 +14,14 @@ import socket
 import ssl
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
 import anyio
 import anyio.lowlevel
 
 from actorsnap.storage.base import RunBlocking
+from actorsnap.storage.network import NetworkOptions
 
 __all__ = ["Request", "Response", "Wire", "WireError", "WrongLength", "is_unknown_host"]
 
@@ -36,14 +38,14 @@ class Request:
         headers: Without ``Host``, ``Content-Length`` and ``Connection``. Never shown: they and the
             URL may hold signatures.
         deadline_s: Includes connecting.
-        kept_bytes: Limit on a body that goes into no views.
+        kept_bytes: Limit on a body that goes into no views. None: all of it.
     """
 
     method: str
     url: str = field(repr=False)
     headers: Mapping[str, str] = field(repr=False)
     deadline_s: float
-    kept_bytes: int = 1 << 20
+    kept_bytes: int | None = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,13 +93,18 @@ def is_unknown_host(error: BaseException) -> bool:
     return cause is not None and cause.errno != socket.EAI_AGAIN
 
 
+class _Exchange(NamedTuple):
+    """One request, with the views that are its body, or that the response fills."""
+
+    request: Request
+    outgoing: Sequence[memoryview] = ()
+    incoming: Sequence[memoryview] | None = None
+
+
 class Wire:
-    """Connections that are kept alive. For one event loop.
+    """Connections that are kept alive, as many per server as ``options`` allow. For one event loop.
 
     Args:
-        connect_s: Bound for connecting to one address, and for the TLS handshake.
-        stall_s: Longest time without a byte in either direction.
-        max_idle: Connections kept per server.
         ssl_context: None: the system's trusted authorities.
         proxy: Of HTTP, perhaps with user and password.
     """
@@ -105,19 +112,15 @@ class Wire:
     def __init__(
         self,
         run_blocking: RunBlocking,
+        options: NetworkOptions,
         *,
-        connect_s: float,
-        stall_s: float,
-        max_idle: int,
         ssl_context: ssl.SSLContext | None = None,
         proxy: str | None = None,
     ) -> None:
+        self.options = options
+        self.proxy = urlsplit(proxy) if proxy else None
         self._run_blocking = run_blocking
-        self._connect_s = connect_s
-        self._stall_s = stall_s
-        self._max_idle = max_idle
         self._ssl_context = ssl_context
-        self._proxy = urlsplit(proxy) if proxy else None
         self._idle: dict[str, list[_Connection]] = {}
         self._is_closed = False
 
@@ -128,7 +131,7 @@ class Wire:
             WireError: No complete response came; the server may have acted.
         Cancellation: at once; the server may have acted.
         """
-        return await self._exchange(request, views, None)
+        return await self._perform(_Exchange(request, outgoing=views))
 
     async def receive(self, request: Request, views: Sequence[memoryview]) -> Response:
         """Fills ``views``, back to back, with the body of a 200 or 206 of exactly their length.
@@ -138,7 +141,7 @@ class Wire:
             WireError: No complete response came. The views' content is unspecified.
         Cancellation: at once; the views are free.
         """
-        return await self._exchange(request, (), views)
+        return await self._perform(_Exchange(request, incoming=views))
 
     async def aclose(self) -> None:
         """Closes idle connections; others when their exchange ends."""
@@ -149,21 +152,14 @@ class Wire:
         self._idle.clear()
         await anyio.lowlevel.checkpoint()
 
-    async def _exchange(
-        self,
-        request: Request,
-        outgoing: Sequence[memoryview],
-        incoming: Sequence[memoryview] | None,
-    ) -> Response:
-        connection = self._take(urlsplit(request.url))
+    async def _perform(self, exchange: _Exchange) -> Response:
+        connection = self._take(urlsplit(exchange.request.url))
         result: Response | Exception | None = None
         try:
             async with anyio.create_task_group() as guard:
-                guard.start_soon(connection.cut_after, request.deadline_s)
+                guard.start_soon(connection.cut_after, exchange.request.deadline_s)
                 try:
-                    result = await self._run_blocking(
-                        connection.exchange, request, outgoing, incoming
-                    )
+                    result = await self._run_blocking(connection.perform, exchange)
                 except Exception as error:
                     result = error
                 connection.has_ended = True
@@ -178,30 +174,23 @@ class Wire:
         raise result
 
     def _take(self, url: SplitResult) -> _Connection:
-        place = f"{url.scheme}://{url.netloc}"
-        idle = self._idle.get(place)
-        connection = idle.pop() if idle else self._connection(place, url)
+        idle = self._idle.get(f"{url.scheme}://{url.netloc}")
+        connection = idle.pop() if idle else _Connection(self, url)
         connection.has_ended = False
         return connection
 
-    def _connection(self, place: str, url: SplitResult) -> _Connection:
-        context = None
-        if url.scheme == "https":
-            if self._ssl_context is None:
-                self._ssl_context = ssl.create_default_context()
-            context = self._ssl_context
-        return _Connection(
-            place,
-            url,
-            connect_s=self._connect_s,
-            stall_s=self._stall_s,
-            ssl_context=context,
-            proxy=self._proxy,
-        )
+    def tls(self) -> ssl.SSLContext:
+        if self._ssl_context is None:
+            self._ssl_context = ssl.create_default_context()
+        return self._ssl_context
 
     def _give_back(self, connection: _Connection) -> None:
         idle = self._idle.setdefault(connection.place, [])
-        if connection.is_reusable and not self._is_closed and len(idle) < self._max_idle:
+        if (
+            connection.is_reusable
+            and not self._is_closed
+            and len(idle) < self.options.max_concurrency
+        ):
             idle.append(connection)
         else:
             connection.close()
@@ -217,38 +206,27 @@ class _Connection(http.client.HTTPConnection):
         has_ended: No exchange is running.
     """
 
-    def __init__(
-        self,
-        place: str,
-        url: SplitResult,
-        *,
-        connect_s: float,
-        stall_s: float,
-        ssl_context: ssl.SSLContext | None,
-        proxy: SplitResult | None,
-    ) -> None:
-        self.place = place
+    def __init__(self, wire: Wire, url: SplitResult) -> None:
+        self.place = f"{url.scheme}://{url.netloc}"
         self.is_reusable = False
         self.has_ended = False
         self._is_cut = False
         self._is_late = False
-        self._connect_s = connect_s
-        self._stall_s = stall_s
-        self._ssl_context = ssl_context
+        self._stall_s = wire.options.stall_timeout_s
+        self._ssl_context = wire.tls() if url.scheme == "https" else None
         self._server = url.hostname or ""
         self._proxy_headers: dict[str, str] = {}
         self._names_whole_url = False
-        port = url.port or (80 if ssl_context is None else 443)
-        if proxy is None:
-            super().__init__(self._server, port, timeout=connect_s)
-        else:
-            super().__init__(proxy.hostname or "", proxy.port or 80, timeout=connect_s)
-            headers = _proxy_headers(proxy)
-            if ssl_context is None:
-                self._names_whole_url = True
-                self._proxy_headers = headers
-            else:
-                self.set_tunnel(self._server, port, headers)
+        port = url.port or (80 if self._ssl_context is None else 443)
+        address, proxy = (self._server, port), wire.proxy
+        if proxy is not None:
+            address = (proxy.hostname or "", proxy.port or 80)
+        super().__init__(*address, timeout=wire.options.connect_timeout_s)
+        if proxy is not None and self._ssl_context is None:
+            self._names_whole_url = True
+            self._proxy_headers = _proxy_headers(proxy)
+        elif proxy is not None:
+            self.set_tunnel(self._server, port, _proxy_headers(proxy))
         # http.client connects by it; so the socket can be cut meanwhile.
         self._create_connection = self._open_socket
 
@@ -266,18 +244,13 @@ class _Connection(http.client.HTTPConnection):
         self._is_cut = True
         _shut_down(self.sock)
 
-    def exchange(
-        self,
-        request: Request,
-        outgoing: Sequence[memoryview],
-        incoming: Sequence[memoryview] | None,
-    ) -> Response:
+    def perform(self, exchange: _Exchange) -> Response:
         self.is_reusable = False
         try:
             self._ensure_connected()
-            return self._exchange(request, outgoing, incoming)
+            return self._perform(exchange)
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise self._translate_error(error, request.deadline_s) from error
+            raise self._translate_error(error, exchange.request.deadline_s) from error
 
     def connect(self) -> None:
         super().connect()
@@ -321,12 +294,8 @@ class _Connection(http.client.HTTPConnection):
         if self._is_cut:
             raise ConnectionAbortedError("cut")
 
-    def _exchange(
-        self,
-        request: Request,
-        outgoing: Sequence[memoryview],
-        incoming: Sequence[memoryview] | None,
-    ) -> Response:
+    def _perform(self, exchange: _Exchange) -> Response:
+        request, outgoing, incoming = exchange
         # A response keeps its socket open longer than its connection.
         with self._send(request, outgoing) as response:
             headers: dict[str, str] = {}
@@ -338,7 +307,7 @@ class _Connection(http.client.HTTPConnection):
                 _fill(response, incoming)
             else:
                 body = response.read(request.kept_bytes)
-                if response.length and len(body) < request.kept_bytes:
+                if response.length and len(body) < (request.kept_bytes or 0):
                     raise _HungUp
             self.is_reusable = response.isclosed() and not response.will_close
             return Response(status=response.status, headers=headers, body=body)

@@ -5,7 +5,6 @@ Operations are counted to place a fault. Tests must assert ``was_hit``, or may p
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import os
 import signal
@@ -21,16 +20,16 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from enum import StrEnum
-from typing import ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import anyio
 import anyio.lowlevel
 
 from actorsnap.errors import StorageError, UsageError
-from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, num_bytes
-from actorsnap.storage.wrapper import Wrapper, WriterWrapper, without_blocking_io
+from actorsnap.storage.base import ObjectInfo, Storage, num_bytes
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 
 __all__ = ["FaultyStorage", "ThrottledStorage", "Verb", "When"]
 
@@ -177,31 +176,10 @@ class FaultyStorage(Wrapper):
     ) -> T:
         if op == "aclose":
             return await call(*args, **kwargs)
-        # A fault after `writer` drops the writer without an abort, like a lost answer.
-        async with self._operation(Verb(op), key):
-            return await call(*args, **kwargs)
-
-    def around_blocking(
-        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        with self._blocking_operation(Verb(op), key):
-            return call(*args, **kwargs)
-
-    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
-        return _FaultyWriter(self, inner)
-
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        # Fails before its first item, or after its last one.
-        async with self._operation(Verb.LIST, prefix):
-            infos = [info async for info in self.inner.list(prefix)]
-        for info in infos:
-            yield info
-
-    @asynccontextmanager
-    async def _operation(self, verb: Verb, key: str) -> AsyncIterator[_Faults]:
+        verb = Verb(op)
         if self._before is not None:
             await self._before(verb, key)
-        faults = self._begin(verb)
+        fault = self._begin(verb, key)
         latency_s = self._latency_s.get(verb)
         if latency_s is not None:
             if latency_s == math.inf:
@@ -209,20 +187,31 @@ class FaultyStorage(Wrapper):
                 self._stalled.set()
                 await anyio.sleep_forever()
             await anyio.sleep(latency_s)
-        self._strike(faults, When.BEFORE, verb, key)
-        yield faults
-        self._strike(faults, When.AFTER, verb, key)
+        # A fault after `writer` drops the writer without an abort, like a lost answer.
+        perform: Callable[..., Awaitable[T]] = call
+        with self._strike(fault, args) as struck:
+            return await perform(*struck, **kwargs)
 
-    @contextmanager
-    def _blocking_operation(self, verb: Verb, key: str) -> Iterator[_Faults]:
-        faults = self._begin(verb)
+    def around_blocking(
+        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        verb = Verb(op)
+        fault = self._begin(verb, key)
         if verb in self._latency_s:
             time.sleep(self._latency_s[verb])
-        self._strike(faults, When.BEFORE, verb, key)
-        yield faults
-        self._strike(faults, When.AFTER, verb, key)
+        perform: Callable[..., T] = call
+        with self._strike(fault, args) as struck:
+            return perform(*struck, **kwargs)
 
-    def _begin(self, verb: Verb) -> _Faults:
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        # Fails before its first item, or after its last one.
+        for info in await self.around(Verb.LIST, prefix, self._list, prefix):
+            yield info
+
+    async def _list(self, prefix: str) -> Sequence[ObjectInfo]:
+        return [info async for info in self.inner.list(prefix)]
+
+    def _begin(self, verb: Verb, key: str) -> _Fault:
         fails = kills = False
         with self._lock:
             self.counts[verb] += 1
@@ -236,48 +225,43 @@ class FaultyStorage(Wrapper):
             if verb in _WRITING:
                 self._num_writing += 1
                 kills = self._num_writing == self._kill_after
-        return _Faults(fails, kills)
-
-    def _torn(self, faults: _Faults, views: Sequence[memoryview]) -> Sequence[memoryview]:
-        if not faults.fails or self._fail_when is not When.HALFWAY:
-            return views
-        data = b"".join(views)
-        return [memoryview(data)[: len(data) // 2]]
-
-    def _strike(self, faults: _Faults, when: When, verb: Verb, key: str) -> None:
-        if faults.kills and when is self._kill_when:
-            os.kill(os.getpid(), signal.SIGKILL)
         fail_when = self._fail_when
-        if fail_when is When.HALFWAY:
-            fail_when = When.AFTER if verb is Verb.WRITE_AT else When.BEFORE
-        if faults.fails and when is fail_when:
+        if fail_when is When.HALFWAY and verb is not Verb.WRITE_AT:
+            fail_when = When.BEFORE
+        return _Fault(verb, key, fail_when if fails else None, self._kill_when if kills else None)
+
+    @contextmanager
+    def _strike(self, fault: _Fault, args: tuple[Any, ...]) -> Iterator[tuple[Any, ...]]:
+        """Yields the arguments of the operation; those of a torn ``write_at`` are cut."""
+        self._strike_if(fault, When.BEFORE)
+        if fault.fails is When.HALFWAY:
+            data = b"".join(args[1])
+            args = (args[0], [memoryview(data)[: len(data) // 2]])
+        yield args
+        self._strike_if(fault, When.HALFWAY)
+        self._strike_if(fault, When.AFTER)
+
+    def _strike_if(self, fault: _Fault, when: When) -> None:
+        if fault.kills is when:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.fails is when:
             self.was_hit = True
             raise self._error or StorageError(
-                op=verb, key=key, backend=self.url, detail="a scripted fault"
+                op=fault.verb, key=fault.key, backend=self.url, detail="a scripted fault"
             )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Faults:
-    fails: bool
-    kills: bool
+class _Fault(NamedTuple):
+    """Of one operation."""
+
+    verb: Verb
+    key: str
+    fails: When | None
+    kills: When | None
 
 
-class _FaultyWriter(WriterWrapper):
-    """Tears a ``write_at``; the storage's hooks cause all other faults."""
-
-    storage: FaultyStorage
-
-    async def write_at(
-        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        async with self.storage._operation(Verb.WRITE_AT, self.key) as faults:
-            torn = self.storage._torn(faults, views)
-            await self.inner.write_at(offset, torn, crc32c if torn is views else None)
-
-    def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
-        with self.storage._blocking_operation(Verb.WRITE_AT, self.key) as faults:
-            self.inner.write_at_blocking(offset, self.storage._torn(faults, views))
+_PAID = {Verb.PUT: 1, Verb.PUT_IF_ABSENT: 1, Verb.READ_INTO: 2, Verb.WRITE_AT: 1}
+"""Position of the bytes among the arguments."""
 
 
 class ThrottledStorage(Wrapper):
@@ -287,11 +271,7 @@ class ThrottledStorage(Wrapper):
     """
 
     def __init__(
-        self,
-        inner: Storage,
-        *,
-        bytes_per_s: float,
-        clock: Callable[[], float] = anyio.current_time,
+        self, inner: Storage, *, bytes_per_s: float, clock: Callable[[], float] = anyio.current_time
     ) -> None:
         if bytes_per_s <= 0:
             raise UsageError(f"bytes_per_s must be positive, not {bytes_per_s}")
@@ -301,41 +281,22 @@ class ThrottledStorage(Wrapper):
         self._clock = clock
         self._free_at_s = 0.0
 
-    async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        await self._pay(num_bytes(views))
-        await self.inner.put(key, views)
-
-    async def put_if_absent(self, key: str, data: bytes) -> None:
-        await self._pay(len(data))
-        await self.inner.put_if_absent(key, data)
-
-    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
-        return _ThrottledWriter(self, inner)
-
-    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        data = await self.inner.get(key, start, stop)
-        await self._pay(len(data))
-        return data
-
-    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        await self._pay(num_bytes(views))
-        await self.inner.read_into(key, offset, views)
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op in _PAID:
+            data: Any = args[_PAID[Verb(op)]]
+            await self._pay(len(data) if isinstance(data, bytes) else num_bytes(data))
+        answer = await call(*args, **kwargs)
+        if op == Verb.GET and isinstance(answer, bytes):
+            await self._pay(len(answer))
+        return answer
 
     async def _pay(self, count: int) -> None:
         now_s = self._clock()
         # Before the wait, so that concurrent callers queue up.
         self._free_at_s = max(self._free_at_s, now_s) + count / self._bytes_per_s
         await anyio.sleep(self._free_at_s - now_s)
-
-
-class _ThrottledWriter(WriterWrapper):
-    storage: ThrottledStorage
-
-    async def write_at(
-        self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
-    ) -> None:
-        await self.storage._pay(num_bytes(views))
-        await super().write_at(offset, views, crc32c)
 
 
 def _verbs(names: Collection[Verb | str]) -> frozenset[Verb]:

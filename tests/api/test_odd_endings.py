@@ -24,10 +24,9 @@ from actorsnap import ActorSnapError, Options, Snapshot, SnapshotAborted, StateD
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime.process import host_id
 from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, StorageContext
-from actorsnap.storage.foreign_errors import TranslatedStorage
 from actorsnap.storage.memory import forget_space
 from actorsnap.storage.registry import open_storage
-from actorsnap.storage.wrapper import Wrapper, without_blocking_io
+from actorsnap.storage.wrapper import TranslatedStorage, Wrapper, without_blocking_io
 from actorsnap.testing import run_blocking_in_thread
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import assert_idle, number_at, number_of, state

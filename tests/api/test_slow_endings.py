@@ -24,7 +24,7 @@ from actorsnap import (
 )
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.storage.base import Storage, StorageContext
-from actorsnap.storage.policies import RetryPolicy, RetryStorage
+from actorsnap.storage.network import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import open_storage, register
 from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from actorsnap.testing import FaultyStorage

@@ -29,7 +29,7 @@ from actorsnap.options import from_env
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.tracing import observe
 from actorsnap.storage.base import Storage, StorageContext
-from actorsnap.storage.policies import RetryPolicy, RetryStorage
+from actorsnap.storage.network import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import open_storage, register
 from actorsnap.testing.faults import FaultyStorage, Verb
 from tests.api.facades import FACADES, Facade, each_facade

@@ -32,7 +32,7 @@ from actorsnap.errors import (
 from actorsnap.format.checksum import crc32c
 from actorsnap.runtime.host import shutdown
 from actorsnap.storage import Storage, StorageContext, open_storage
-from actorsnap.storage.cloud import convert_options
+from actorsnap.storage.network import convert_options
 from actorsnap.storage.s3 import S3Storage
 from actorsnap.storage.s3_client import S3Options
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread

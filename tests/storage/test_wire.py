@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import anyio
 import pytest
 
+from actorsnap.storage.network import NetworkOptions
 from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength
 from actorsnap.testing import bounded, run_blocking_in_thread
 from tests.conftest import LeakCheck
@@ -22,7 +23,8 @@ T = TypeVar("T")
 
 @contextlib.asynccontextmanager
 async def wired(*, stall_s: float = 5.0, proxy: str | None = None) -> AsyncIterator[Wire]:
-    wire = Wire(run_blocking_in_thread, connect_s=5, stall_s=stall_s, max_idle=4, proxy=proxy)
+    options = NetworkOptions(connect_timeout_s=5, stall_timeout_s=stall_s, max_concurrency=4)
+    wire = Wire(run_blocking_in_thread, options, proxy=proxy)
     try:
         yield wire
     finally:
@@ -292,7 +294,8 @@ async def test_cancellation_returns_at_once_and_frees_the_thread(
         return await run_blocking_in_thread(run)
 
     with serving(script) as server:
-        wire = Wire(counted, connect_s=60.0, stall_s=60.0, max_idle=4)
+        options = NetworkOptions(connect_timeout_s=60.0, stall_timeout_s=60.0, max_concurrency=4)
+        wire = Wire(counted, options)
         begun = time.monotonic()
         with anyio.move_on_after(0.3) as scope:
             await _exchange(wire, _request(server, script))

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import (
-    ChecksumMismatch,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -26,9 +25,7 @@ from actorsnap.errors import (
 )
 from actorsnap.storage import (
     AdaptiveStorage,
-    LimitedStorage,
     ObjectInfo,
-    PrefixStorage,
     RetryPolicy,
     RetryStorage,
     Storage,
@@ -114,16 +111,6 @@ class TestWrapper(WrappedConformance):
         return Wrapper(inner)
 
 
-class TestPrefix(WrappedConformance):
-    def wrap(self, inner: Storage) -> Storage:
-        return PrefixStorage(inner, "some/prefix")
-
-
-class TestLimited(WrappedConformance):
-    def wrap(self, inner: Storage) -> Storage:
-        return LimitedStorage(inner, max_operations=2)
-
-
 class TestAdaptive(WrappedConformance):
     def wrap(self, inner: Storage) -> Storage:
         return AdaptiveStorage(inner, max_operations=3, first_operations=2)
@@ -170,38 +157,6 @@ class Flaky(Wrapper):
         return result
 
 
-# --- prefix ----------------------------------------------------------------------------------
-
-
-@bounded(10)
-async def test_a_prefix_is_not_seen_from_inside(name: str) -> None:
-    inner = MemoryStorage(name)
-    outer = PrefixStorage(inner, "a/b")
-    assert outer.url == f"memory://{name}/a/b"
-    await outer.put("key", [memoryview(b"x")])
-    await inner.put("a/bc", [memoryview(b"not mine")])
-    assert await keys_in(inner) == ["a/b/key", "a/bc"]
-    assert await keys_in(outer) == ["key"]
-    with pytest.raises(ObjectNotFound) as raised:
-        await outer.get("missing")
-    assert (raised.value.key, raised.value.backend) == ("missing", outer.url)
-    assert isinstance(raised.value.__cause__, ObjectNotFound)
-    assert pickle.loads(pickle.dumps(raised.value)).fields == raised.value.fields
-    with pytest.raises(ChecksumMismatch) as short:
-        await outer.get("key", 0, 2)
-    assert short.value.key == "key"
-    writer = await outer.writer("written", 1)
-    joined = await inner.join_writer(writer.token)
-    assert (writer.key, joined.key) == ("written", "a/b/written")
-    await writer.abort()
-
-
-@pytest.mark.parametrize("prefix", ["", "/", "a/", "../a"])
-def test_malformed_prefixes(prefix: str, name: str) -> None:
-    with pytest.raises(UsageError):
-        PrefixStorage(MemoryStorage(name), prefix)
-
-
 # --- limit -----------------------------------------------------------------------------------
 
 
@@ -227,13 +182,13 @@ class Gauge(Wrapper):
 @bounded(10)
 async def test_no_more_operations_than_allowed(name: str) -> None:
     gauge = Gauge(MemoryStorage(name))
-    storage = LimitedStorage(gauge, max_operations=3)
+    storage = AdaptiveStorage(gauge, max_operations=3)
     async with anyio.create_task_group() as tasks:
         for n in range(10):
             tasks.start_soon(storage.put, f"{n}", [memoryview(b"x")])
         await anyio.wait_all_tasks_blocked()
         assert gauge.num_running == 3
-        assert storage.statistics().tasks_waiting == 7
+        assert storage.statistics().num_waiting == 7
         gauge.go.set()
     assert gauge.max_running == 3
     assert len(await keys_in(storage)) == 10
@@ -242,7 +197,7 @@ async def test_no_more_operations_than_allowed(name: str) -> None:
 @bounded(10)
 async def test_cancelled_operations_give_their_turn_back(name: str) -> None:
     gauge = Gauge(MemoryStorage(name))
-    storage = LimitedStorage(gauge, max_operations=1)
+    storage = AdaptiveStorage(gauge, max_operations=1)
     async with anyio.create_task_group() as tasks:
         for n in range(3):
             tasks.start_soon(storage.put, f"{n}", [memoryview(b"x")])
@@ -256,18 +211,13 @@ async def test_cancelled_operations_give_their_turn_back(name: str) -> None:
 @bounded(10)
 async def test_abort_does_not_wait_for_a_turn(name: str) -> None:
     gauge = Gauge(MemoryStorage(name))
-    storage = LimitedStorage(gauge, max_operations=1)
+    storage = AdaptiveStorage(gauge, max_operations=1)
     writer = await storage.writer("key", 1)
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(storage.put, "held", [memoryview(b"x")])
         await anyio.wait_all_tasks_blocked()
         await writer.abort()
         gauge.go.set()
-
-
-def test_a_limit_of_nothing(name: str) -> None:
-    with pytest.raises(UsageError, match="max_operations"):
-        LimitedStorage(MemoryStorage(name), max_operations=0)
 
 
 # --- retry -----------------------------------------------------------------------------------

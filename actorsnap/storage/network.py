@@ -1,76 +1,166 @@
-"""Policies around a storage: a limit, an adaptive limit, retries, a prefix.
+"""The common parts of storages over a network: options, URLs, headers, retries, an adaptive limit.
 
 The limit belongs inside of the retries: an operation that waits for its next try takes no turn.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
+import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+import re
+from base64 import b64decode, b64encode
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
+from urllib.parse import urlsplit
 
 import anyio
+import msgspec
 
 from actorsnap.errors import (
-    FormatError,
     ObjectExists,
     ObjectNotFound,
     StorageError,
     Throttled,
     UsageError,
+    did_you_mean,
 )
 from actorsnap.log import Log
-from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage, check_key
+from actorsnap.storage.base import ObjectInfo, Storage, StorageContext, check_key
 from actorsnap.storage.wrapper import Wrapper, close_after, without_blocking_io
 
 __all__ = [
     "AdaptiveStatistics",
     "AdaptiveStorage",
-    "LimitedStorage",
-    "PrefixStorage",
+    "NetworkOptions",
     "RetryPolicy",
     "RetryStorage",
+    "add_policies",
+    "check_secret",
+    "convert_options",
+    "decode_crc32c",
+    "encode_crc32c",
+    "parse_retry_after",
+    "remedy",
+    "split_url",
 ]
 
 logger = Log(__name__)
 
+S = TypeVar("S", bound=msgspec.Struct)
 T = TypeVar("T")
 P = ParamSpec("P")
 
 _CLEANUP = frozenset({"abort", "aclose"})
 """Never delayed: they free what other verbs wait for."""
 
+_MAX_TIMEOUT_S = 24 * 3600
 
-class LimitedStorage(Wrapper):
-    """At most ``max_operations`` verbs at a time; others wait in order.
 
-    Each ``write_at`` and each step of ``list`` is an operation. Blocking I/O is off: a worker
-    thread cannot wait on the loop. For one event loop.
+class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Options of all services. Times are in seconds.
+
+    Attributes:
+        endpoint_url: Of a server other than the provider's.
+        anonymous: Send no credentials, for public buckets and emulators.
+        ca_bundle: File of trusted certificate authorities.
+        max_concurrency: Requests at a time.
+        max_attempts: Tries per request, the first included.
+        connect_timeout_s: For one address, and for the TLS handshake.
+        stall_timeout_s: Longest silence of a server.
+        request_timeout_s: For a request without bulk bytes.
+        transfer_timeout_s: For a write, or a range that is read.
     """
 
-    def __init__(self, inner: Storage, *, max_operations: int) -> None:
-        if max_operations < 1:
-            raise UsageError(f"max_operations must be 1 or more, not {max_operations}")
-        super().__init__(inner)
-        self.capabilities = without_blocking_io(inner.capabilities)
-        # Not a CapacityLimiter, whose borrowers are tasks: a task that iterates `list` may call
-        # other verbs in between.
-        self._turns = anyio.Semaphore(max_operations, fast_acquire=True)
+    endpoint_url: str | None = None
+    anonymous: bool = False
+    ca_bundle: str | None = None
+    max_concurrency: int = 32
+    max_attempts: int = 12
+    connect_timeout_s: float = 10.0
+    stall_timeout_s: float = 30.0
+    request_timeout_s: float = 120.0
+    transfer_timeout_s: float = 600.0
 
-    def statistics(self) -> anyio.SemaphoreStatistics:
-        return self._turns.statistics()
+    def __post_init__(self) -> None:
+        if self.endpoint_url is not None:
+            url = urlsplit(self.endpoint_url)
+            if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
+                raise ValueError("endpoint_url must be http://host or https://host, without a user")
+            if url.port == 0:  # may raise
+                raise ValueError("endpoint_url must not have port 0")
+        for name in ("max_concurrency", "max_attempts"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be 1 or more")
+        for name in ("connect", "stall", "request", "transfer"):
+            if not 0 < getattr(self, f"{name}_timeout_s") <= _MAX_TIMEOUT_S:
+                raise ValueError(f"{name}_timeout_s must be in (0, {_MAX_TIMEOUT_S}]")
 
-    async def around(
-        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        if op in _CLEANUP:
-            return await call(*args, **kwargs)
-        async with self._turns:
-            return await call(*args, **kwargs)
+
+def split_url(url: str, bucket_pattern: str) -> tuple[str, str]:
+    """Returns bucket and prefix, which may be empty, of ``scheme://bucket/some/prefix``."""
+    scheme, _, place = url.partition("://")
+    bucket, _, prefix = place.rstrip("/").partition("/")
+    if not bucket:
+        raise UsageError(f"{url!r} names no bucket: {scheme}://bucket/prefix")
+    if not re.fullmatch(bucket_pattern, bucket):
+        # Without the text: it may be key:secret@bucket.
+        raise UsageError(
+            f"the text between {scheme}:// and the next slash cannot be a bucket's name; "
+            "credentials go into storage_options or the environment"
+        )
+    return bucket, check_key(prefix) if prefix else ""
+
+
+def add_policies(storage: Storage, options: NetworkOptions, context: StorageContext) -> Storage:
+    adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
+    policy = RetryPolicy(max_attempts=options.max_attempts)
+    return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
+
+
+def encode_crc32c(value: int) -> str:
+    """As both services write it."""
+    return b64encode(value.to_bytes(4, "big")).decode()
+
+
+def decode_crc32c(text: str) -> int:
+    return int.from_bytes(b64decode(text), "big")
+
+
+def parse_retry_after(text: str | None) -> float | None:
+    """Returns the seconds of ``Retry-After``; None for a date, which is a guess."""
+    try:
+        seconds = float(text or "")
+    except ValueError:
+        return None
+    return max(0.0, seconds) if math.isfinite(seconds) else None
+
+
+def remedy(is_timeout: bool, places: str) -> str:
+    """Returns advice for a request without an answer."""
+    if is_timeout:
+        return "raise the timeouts in storage_options if the service is that slow"
+    return f"look at {places}"
+
+
+def check_secret(name: str, value: str | None) -> None:
+    """Raises ``ValueError``, without the value, if no header can hold it."""
+    if value is not None and not re.fullmatch("[!-~]+", value):
+        raise ValueError(f"{name} must be ASCII, without spaces and line ends")
+
+
+def convert_options(options: Mapping[str, Any], to: type[S], *, scheme: str) -> S:
+    """Returns ``options`` as a ``to``. Errors show no values: they may be secrets."""
+    names = to.__struct_fields__
+    for name in options:
+        if name not in names:
+            hint = did_you_mean(name, names) or f"it has: {', '.join(names)}"
+            raise UsageError(f"{scheme}:// has no storage option {name!r}; {hint}")
+    try:
+        return msgspec.convert(dict(options), to)
+    except msgspec.ValidationError as error:
+        raise UsageError(f"storage_options of {scheme}://: {error}") from None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +175,10 @@ class AdaptiveStatistics:
 
 
 class AdaptiveStorage(Wrapper):
-    """A ``LimitedStorage`` that learns the limit from the storage's answers.
+    """Some verbs at a time; others wait in order. Learns how many from the storage's answers.
+
+    Each ``write_at`` and each step of ``list`` counts. Blocking I/O is off: a worker thread cannot
+    wait on the loop. For one event loop.
 
     Additive increase, multiplicative decrease, as in TCP. A success while all turns are in use adds
     about one turn per round of operations. A throttled operation halves the level, never below one,
@@ -307,87 +400,3 @@ class _Failures:
 
     count: int = 0
     first_s: float = 0.0
-
-
-class PrefixStorage(Wrapper):
-    """The objects of ``inner`` below ``prefix/``, under keys relative to it.
-
-    Errors name the relative key and this storage's URL.
-    """
-
-    def __init__(self, inner: Storage, prefix: str) -> None:
-        super().__init__(inner)
-        self._prefix = f"{check_key(prefix)}/"
-        self.url = f"{inner.url.rstrip('/')}/{prefix}"
-
-    async def around(
-        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        with self._relative_errors():
-            return await call(*args, **kwargs)
-
-    def around_blocking(
-        self, op: str, key: str, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs
-    ) -> T:
-        with self._relative_errors():
-            return call(*args, **kwargs)
-
-    def wrap_writer(self, inner: ObjectWriter) -> ObjectWriter:
-        writer = super().wrap_writer(inner)
-        writer.key = self._strip(writer.key)
-        return writer
-
-    async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        await super().put(self._full(key), views)
-
-    async def put_if_absent(self, key: str, data: bytes) -> None:
-        await super().put_if_absent(self._full(key), data)
-
-    async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
-        full = [self._full(name) for name in older]
-        return await super().writer(self._full(key), size, older=full)
-
-    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        return await super().get(self._full(key), start, stop)
-
-    async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
-        await super().read_into(self._full(key), offset, views)
-
-    def read_into_blocking(
-        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
-    ) -> None:
-        super().read_into_blocking(self._full(key), offset, batches)
-
-    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
-        async with close_after(super().list(self._prefix + prefix)) as infos:
-            async for info in infos:
-                yield dataclasses.replace(info, key=self._strip(info.key))
-
-    async def delete(self, keys: Sequence[str]) -> None:
-        await super().delete([self._full(key) for key in keys])
-
-    async def list_folders(self, folder: str = "") -> Sequence[str]:
-        full = self._full(folder) if folder else self._prefix.removesuffix("/")
-        return await super().list_folders(full)
-
-    async def delete_folder(self, folder: str) -> Sequence[str]:
-        return [*map(self._strip, await super().delete_folder(self._full(folder)))]
-
-    async def stat(self, key: str) -> ObjectInfo:
-        return dataclasses.replace(await super().stat(self._full(key)), key=key)
-
-    def _full(self, key: str) -> str:
-        return self._prefix + check_key(key)
-
-    def _strip(self, key: str) -> str:
-        return key.removeprefix(self._prefix)
-
-    @contextmanager
-    def _relative_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except StorageError as error:
-            here = {"key": self._strip(error.key), "backend": self.url}
-            raise type(error)(**{**error.fields, **here}) from error
-        except FormatError as error:
-            raise type(error)(**{**error.fields, "key": self._strip(error.key)}) from error
