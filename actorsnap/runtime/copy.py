@@ -29,7 +29,7 @@ from actorsnap.errors import (
     ObjectNotFound,
     StorageError,
     UnsupportedFormat,
-    call_foreign,
+    call_user_code,
 )
 from actorsnap.format.checksum import combine, crc32c
 from actorsnap.format.layout import decode_copy_claim
@@ -522,7 +522,7 @@ class _Copy:
                 total_bytes=self._total_bytes,
             )
             try:
-                await self._host.run_blocking(call_foreign, self._on_event, event)
+                await self._host.run_blocking(call_user_code, self._on_event, event)
             except Exception as error:
                 error.add_note("actorsnap: on_event of the copy raised this")
                 raise

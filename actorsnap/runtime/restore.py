@@ -13,7 +13,7 @@ from actorsnap.errors import (
     ActorSnapError,
     IncompatibleState,
     RestoreAborted,
-    call_foreign,
+    call_user_code,
     describe,
     printable,
 )
@@ -242,7 +242,7 @@ def _state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
         if isinstance(stateful, RNGState):
             return
         try:
-            states[key] = call_foreign(stateful.state_dict)
+            states[key] = call_user_code(stateful.state_dict)
         except Exception as error:
             error.add_note(f"actorsnap: state_dict() of {key!r} in the app state raised this")
             raise
@@ -289,7 +289,7 @@ def _load(
     def call(key: str) -> None:
         try:
             if key in compared.adapting:
-                left_out = call_foreign(
+                left_out = call_user_code(
                     _load_adapting,
                     *(key, loaders[key], states[key], compared.adapting[key]),
                     strict=strict,
@@ -298,7 +298,7 @@ def _load(
                 unexpected.extend(left_out.unexpected)
                 mismatched.extend(left_out.mismatched)
             else:
-                call_foreign(loaders[key], states[key])
+                call_user_code(loaders[key], states[key])
         except Exception as error:
             error.add_note(
                 f"actorsnap: load_state_dict() of {key!r} in the app state raised this; "
