@@ -48,7 +48,7 @@ def obstacle() -> str:
 
 
 class Broadcaster:
-    """Broadcasts among some ranks, one at a time; see ``actors.shared_reads.Peers``.
+    """Broadcasts among some ranks, one at a time.
 
     Args:
         connect: Returns a connection to the job's store. Blocks.

@@ -10,17 +10,16 @@ attempt, whose claim protects the copied one and lists its complete objects for 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
-from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.commit import commit_alone
-from actorsnap.actors.snapshot_reader import SnapshotReader, find_commit, read_intact
+from actorsnap.actors.snapshot_reader import find_commit, read_intact
 from actorsnap.errors import (
     ChecksumMismatch,
     FormatError,
@@ -45,16 +44,16 @@ from actorsnap.planning.copy import (
     split_writes,
 )
 from actorsnap.runtime.copy_claim import CopyClaim, naming_side
-from actorsnap.runtime.garbage import (
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.location import Location
+from actorsnap.runtime.maintenance import (
     Claims,
     collect_garbage,
     find_attempts,
     find_claims,
 )
-from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import Location, open_location
 from actorsnap.runtime.reading import begins_anew
-from actorsnap.runtime.source import Source
+from actorsnap.runtime.source import OpenSource, Source, opened_storage
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 __all__ = ["CopyEvent", "CopyEventKind", "CopyReport", "copy"]
@@ -123,85 +122,65 @@ def copy(
     """Copies a snapshot. Calls ``on_event`` on worker threads, one at a time."""
 
     async def step(host: Host) -> CopyReport:
-        async with source.opened(host, "copy") as (storage, reader, errands):
-            async with _open_destination(host, to, errands) as (target, copier):
-                job = _Copy(host, source, storage, target, copier, errands, on_event)
-                return await errands.run(job.run, reader, overwrite)
+        copier = host.resources.attempts.new()
+        try:
+            async with source.opened(host, "copy") as opened:
+                errands = opened.errands
+                async with opened_storage(host, to, errands, scratch=str(copier)) as target:
+                    job = _Copy(opened, target, str(copier), on_event)
+                    return await errands.run(job.run, overwrite)
+        finally:
+            host.resources.attempts.end(copier)
 
     report: CopyReport = yield step
     return report
 
 
-@asynccontextmanager
-async def _open_destination(
-    host: Host, to: Location, errands: AbandonableTasks
-) -> AsyncIterator[tuple[Storage, str]]:
-    """Yields destination and name of the copy's own attempt."""
-    copier = host.resources.attempts.new()
-    try:
-        target = await open_location(
-            host,
-            to,
-            fsync=True,
-            run_blocking=errands.run_blocking,
-            scratch=str(copier),
-            on_retry=errands.note_retry,
-        )
-        try:
-            yield target, str(copier)
-        finally:
-            await errands.close(target.aclose)
-    finally:
-        host.resources.attempts.end(copier)
-
-
 class _Copy:
     def __init__(
         self,
-        host: Host,
-        source: Source,
-        storage: Storage,
+        opened: OpenSource,
         target: Storage,
         copier: str,
-        errands: AbandonableTasks,
         on_event: Callable[[CopyEvent], object] | None,
     ) -> None:
-        self._host = host
-        self._source = source
-        self._storage = storage
+        self._opened = opened
+        self._host = opened.host
+        self._storage = opened.storage
         self._target = target
         self._copier = copier
-        self._errands = errands
+        self._errands = opened.errands
         self._on_event = on_event
         self._reporting = anyio.Lock()
         self._attempt = ""  # these two are set by ``run``
         self._claim: CopyClaim
-        self._report = CopyReport(attempt="")
+        self._copied: list[ObjectCopy] = []
+        self._skipped: list[ObjectCopy] = []
         self._done_bytes = self._total_bytes = 0
-        options = source.options
-        self._chunk_bytes = chunk_within(options.chunk_bytes, host.resources.budget.limit_bytes)
+        options, budget = opened.source.options, opened.host.resources.budget
+        self._chunk_bytes = chunk_within(options.chunk_bytes, budget.limit_bytes)
         self._moving = anyio.CapacityLimiter(options.num_uploaders)
 
-    async def run(self, reader: SnapshotReader, overwrite: bool) -> CopyReport:
+    async def run(self, overwrite: bool) -> CopyReport:
         """Runs the copy.
 
         Raises:
             ActorSnapError: nothing was committed; a later copy may resume.
         """
         with self._reading():
-            commit, manifests = await self._source.index(reader)
+            commit, manifests = await self._opened.source.index(self._opened.reader)
             plan = await self._host.run_blocking(plan_copy, commit, manifests)
         self._attempt = commit.attempt
         self._claim = CopyClaim(
             self._host, self._target, self._copier, commit.attempt, self._errands
         )
-        self._report = CopyReport(attempt=commit.attempt)
+        there = CopyReport(attempt=commit.attempt, was_there=True)
         if await self._is_there(commit, plan, overwrite):
-            return msgspec.structs.replace(self._report, was_there=True)
+            return there
         if await self._has_unclaimed():
             # Another copy may have committed.
             if await self._is_there(commit, plan, overwrite):
-                return msgspec.structs.replace(self._report, was_there=True)
+                return there
             # Before the first claim: with one, the next copy would adopt these objects.
             raise self._claim.refused(_UNCLAIMED)
         try:
@@ -218,7 +197,15 @@ class _Copy:
                 await self._errands.clean_up(self._claim.renew)  # for a resume
             raise
         await self._errands.clean_up(self._claim.withdraw)
-        return msgspec.structs.replace(self._report, was_there=was_there)
+        if was_there:
+            return there
+        return CopyReport(
+            attempt=commit.attempt,
+            num_copied=len(self._copied),
+            copied_bytes=sum(each.size for each in self._copied),
+            num_skipped=len(self._skipped),
+            skipped_bytes=sum(each.size for each in self._skipped),
+        )
 
     async def _perform(
         self, commit: Commit, plan: CopyPlan, earlier: Claims, overwrite: bool
@@ -344,7 +331,7 @@ class _Copy:
         Raises:
             StorageError: objects are missing, or others may take this copy for dead.
         """
-        num_done = self._report.num_copied + self._report.num_skipped
+        num_done = len(self._copied) + len(self._skipped)
         if num_done != len(plan.objects):
             raise self._incomplete("", f"{num_done} of {len(plan.objects)} objects")
         with self._writing():
@@ -395,10 +382,12 @@ class _Copy:
     async def _copy_all(self, objects: Sequence[ObjectCopy], kept: frozenset[str]) -> None:
         async def perform(copied: ObjectCopy) -> None:
             if copied.key in kept and await self._is_whole(copied):
-                await self._count(CopyEventKind.SKIPPED, copied)
+                self._skipped.append(copied)
+                await self._report_event(CopyEventKind.SKIPPED, copied.key, copied.size)
             else:
                 await self._copy_one(copied, is_left=copied.key in kept)
-                await self._count(CopyEventKind.COPIED, copied)
+                self._copied.append(copied)
+                await self._report_event(CopyEventKind.COPIED, copied.key, copied.size)
 
         at_once = self._target.capabilities.preferred_parallel_objects
         await for_each(objects, perform, at_once=at_once)
@@ -460,7 +449,7 @@ class _Copy:
             async with self._moving:
                 await perform(spans)
 
-        await for_each(writes, in_turn, at_once=self._source.options.num_uploaders)
+        await for_each(writes, in_turn, at_once=self._opened.source.options.num_uploaders)
 
     async def _move(
         self, copied: ObjectCopy, spans: tuple[ByteRange, ...], writer: ObjectWriter
@@ -491,22 +480,6 @@ class _Copy:
             return await read_intact(storage, read)
         except ObjectNotFound as error:
             raise ChecksumMismatch(key=copied.key, detail="the object is missing") from error
-
-    async def _count(self, kind: CopyEventKind, copied: ObjectCopy) -> None:
-        report = self._report
-        if kind is CopyEventKind.COPIED:
-            self._report = msgspec.structs.replace(
-                report,
-                num_copied=report.num_copied + 1,
-                copied_bytes=report.copied_bytes + copied.size,
-            )
-        else:
-            self._report = msgspec.structs.replace(
-                report,
-                num_skipped=report.num_skipped + 1,
-                skipped_bytes=report.skipped_bytes + copied.size,
-            )
-        await self._report_event(kind, copied.key, copied.size)
 
     async def _report_event(self, kind: CopyEventKind, key: str = "", nbytes: int = 0) -> None:
         if kind in (CopyEventKind.MOVED, CopyEventKind.SKIPPED):

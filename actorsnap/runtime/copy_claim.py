@@ -13,8 +13,8 @@ import anyio
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.errors import FormatError, StorageError
 from actorsnap.format.layout import copy_claim_key, encode_copy_claim
-from actorsnap.runtime.garbage import Claims, find_attempts, find_claims, find_collectable
 from actorsnap.runtime.host import Host
+from actorsnap.runtime.maintenance import Claims, find_attempts, find_claims, find_collectable
 from actorsnap.storage.base import Storage
 
 __all__ = ["CopyClaim", "naming_side"]

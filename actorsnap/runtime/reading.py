@@ -73,12 +73,7 @@ def begins_anew(
 
 @begins_anew
 def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]:
-    async def step(host: Host) -> tuple[Commit, dict[int, RankManifest]]:
-        async with source.opened(host, "read") as (_, reader, errands):
-            return await errands.run(source.index, reader)
-
-    index: tuple[Commit, dict[int, RankManifest]] = yield step
-    return index
+    return (yield from source.perform("read", lambda opened: source.index(opened.reader)))
 
 
 def load_view(source: Source, rank: int) -> Script[Index]:
@@ -200,9 +195,8 @@ async def fetch_wanted(
     if requests:
         watch = observation or Observation("read")
         async with source.opened(host, "read", index.attempt, watch.on_retry) as opened:
-            storage, _, errands = opened
-            fetcher = source.fetcher(host, storage, recorder=watch.recorder, **changes)
+            fetcher = opened.fetcher(recorder=watch.recorder, **changes)
             if owns_memory:
-                await errands.run(fetcher.fetch, requests)
+                await opened.errands.run(fetcher.fetch, requests)
             else:
                 await fetcher.fetch(requests)
