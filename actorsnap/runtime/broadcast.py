@@ -161,12 +161,7 @@ class _Meeting(_Store):
     """
 
     def __init__(
-        self,
-        connect: Callable[[], Any],
-        name: str,
-        rank: int,
-        num_ranks: int,
-        timeout_s: float,
+        self, connect: Callable[[], Any], name: str, rank: int, num_ranks: int, timeout_s: float
     ) -> None:
         super().__init__()
         self.rank = rank

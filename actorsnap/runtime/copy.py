@@ -46,12 +46,7 @@ from actorsnap.planning.copy import (
 from actorsnap.runtime.copy_claim import CopyClaim, naming_side
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location
-from actorsnap.runtime.maintenance import (
-    Claims,
-    collect_garbage,
-    find_attempts,
-    find_claims,
-)
+from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts, find_claims
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.source import OpenSource, Source, opened_storage
 from actorsnap.storage.base import ObjectWriter, Storage, for_each

@@ -89,8 +89,7 @@ class CopyClaim:
         """Raises ``StorageError`` if others may take this copy for dead."""
         if anyio.current_time() - self._renewed_s > _STALE_S / 2:
             raise self.refused(
-                "this copy stood still too long: another copy may have replaced it",
-                retryable=True,
+                "this copy stood still too long: another copy may have replaced it", retryable=True
             )
 
     async def withdraw(self) -> None:

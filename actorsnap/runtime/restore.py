@@ -35,13 +35,7 @@ from actorsnap.state.restore import KeyRestore
 from actorsnap.state.stateful import RNGState, loader, torch_complaints, validate_app_state
 from actorsnap.state.tree import escape, join
 
-__all__ = [
-    "RestorePlan",
-    "RestoreReport",
-    "plan_restore",
-    "restore",
-    "restore_by",
-]
+__all__ = ["RestorePlan", "RestoreReport", "plan_restore", "restore", "restore_by"]
 
 logger = Log(__name__)
 
@@ -166,9 +160,7 @@ def restore_by(
     plan = yield from _agree(rounds, compared, reads, strict=strict)
     note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
-    yield from rounds.perform(
-        lambda host, arrive: reads.read(host, plan, arrive, rounds.scope),
-    )
+    yield from rounds.perform(lambda host, arrive: reads.read(host, plan, arrive, rounds.scope))
     note(Wait.READS)
     states = compared.build()
     yield from rounds.arrive(then=Stage.LOAD)

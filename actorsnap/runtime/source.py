@@ -97,11 +97,7 @@ class Source:
 
     @asynccontextmanager
     async def opened(
-        self,
-        host: Host,
-        op: str,
-        attempt: str | None = None,
-        on_retry: OnRetry | None = None,
+        self, host: Host, op: str, attempt: str | None = None, on_retry: OnRetry | None = None
     ) -> AsyncIterator[OpenSource]:
         """Opens the storage for one operation within ``timeout_s``, which those of a call share.
 
