@@ -40,7 +40,7 @@ from actorsnap.planning.copy import (
     CopyPlan,
     ObjectCopy,
     plan_copy,
-    sort_leftovers,
+    reusable,
     split_writes,
 )
 from actorsnap.runtime.copy_claim import CopyClaim, naming_side
@@ -314,11 +314,13 @@ class _Copy:
                     noted += decode_copy_claim(await self._target.get(info.key))
                 except ObjectNotFound:
                     logger.debug("%s: %s is gone", self._target.url, info.key)
-            leftovers = sort_leftovers(plan, found, noted)
-            await self._target.delete(leftovers.others)
+            kept = reusable(plan, found, noted)
+            # Some keys are not listed, but may exist partially.
+            keys = dict.fromkeys([*found, *(copied.key for copied in plan.objects)])
+            await self._target.delete([key for key in keys if key not in kept])
         # The next resume needs these, too.
-        self._claim.add(leftovers.complete)
-        return leftovers.complete
+        self._claim.add(kept)
+        return kept
 
     async def _check_complete(self, plan: CopyPlan) -> None:
         """Checks all objects before the commit: a forced deletion ignores claims.
