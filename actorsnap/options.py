@@ -54,11 +54,7 @@ class _CheckedMeta(msgspec.StructMeta):
             return super().__call__(*args, **kwargs)
 
 
-class _Checked(msgspec.Struct, frozen=True, metaclass=_CheckedMeta):
-    """Base of types that callers construct by keywords."""
-
-
-class Options(_Checked, frozen=True, kw_only=True):
+class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta):
     """How snapshots are taken and restored. Sizes are in bytes, times in seconds.
 
     Attributes:

@@ -266,9 +266,7 @@ class _Copy:
         if there != commit:
             what = "this snapshot is committed there, but the commit object differs (recovered?)"
         else:
-            with self._writing():
-                found = await self._sizes()
-            lacking = next((c.key for c in plan.objects if found.get(c.key) != c.size), None)
+            lacking = await self._lacking(plan)
             if lacking is None:
                 return
             what = f"this snapshot is committed there, but {lacking} is missing or of another size"
@@ -282,9 +280,9 @@ class _Copy:
 
     async def _has_unclaimed(self) -> bool:
         """Returns whether objects of the attempt are there without a claim."""
+        if not await self._sizes():
+            return False
         with self._writing():
-            if not await self._sizes():
-                return False
             # The first claim is enough.
             for owner in await find_attempts(self._target):
                 claims = await find_claims(self._target, [owner])
@@ -298,16 +296,15 @@ class _Copy:
         Raises:
             StorageError: no copy has written the objects.
         """
+        found = await self._sizes()
+        claims = earlier.copies[self._attempt]
+        others = [info for name, info in claims.items() if name != self._copier]
+        if found and not others:
+            await self._errands.clean_up(self._claim.withdraw)
+            raise self._claim.refused(_UNCLAIMED)
+        if not others:
+            return frozenset()
         with self._writing():
-            found = await self._sizes()
-            others = [
-                info for name, info in earlier.copies[self._attempt].items() if name != self._copier
-            ]
-            if found and not others:
-                await self._errands.clean_up(self._claim.withdraw)
-                raise self._claim.refused(_UNCLAIMED)
-            if not others:
-                return frozenset()
             noted: list[str] = []
             for info in others:
                 try:
@@ -331,21 +328,24 @@ class _Copy:
         num_done = len(self._copied) + len(self._skipped)
         if num_done != len(plan.objects):
             raise self._incomplete("", f"{num_done} of {len(plan.objects)} objects")
-        with self._writing():
-            found = await self._sizes()
-        for copied in plan.objects:
-            if found.get(copied.key) != copied.size:
-                raise StorageError(
-                    op="copy",
-                    key=copied.key,
-                    backend=self._target.url,
-                    detail="the object was deleted or changed before the copy was committed",
-                )
+        if lacking := await self._lacking(plan):
+            raise StorageError(
+                op="copy",
+                key=lacking,
+                backend=self._target.url,
+                detail="the object was deleted or changed before the copy was committed",
+            )
         self._claim.check_renewed()
 
+    async def _lacking(self, plan: CopyPlan) -> str | None:
+        """Returns an object that is missing at the destination, or has another size there."""
+        found = await self._sizes()
+        return next((c.key for c in plan.objects if found.get(c.key) != c.size), None)
+
     async def _sizes(self) -> dict[str, int]:
-        prefix = f"{self._attempt}/"
-        return {info.key: info.size async for info in self._target.list(prefix)}
+        with self._writing():
+            listed = self._target.list(f"{self._attempt}/")
+            return {info.key: info.size async for info in listed}
 
     async def _commit(self, commit: Commit, overwrite: bool) -> tuple[list[str], bool]:
         """Commits the copy.

@@ -113,15 +113,15 @@ def restore(
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
 
     def body(rounds: Rounds) -> Script[RestoreReport]:
-        return _observed_restore(rounds, source, app_state, strict)
+        return restore_by(rounds, source, app_state, strict=strict)
 
     return (yield from call_together(team, label, source.options, decisions, body))
 
 
-def _observed_restore(
-    rounds: Rounds, source: Source, app_state: AppState, strict: bool
+def restore_by(
+    rounds: Rounds, source: Source, app_state: AppState, *, strict: bool
 ) -> Script[RestoreReport]:
-    """Runs ``restore_by`` observed."""
+    """Runs this rank's part, observed."""
     observation = observe("restore", source.options)
     end = partial(
         observation.end,
@@ -130,9 +130,7 @@ def _observed_restore(
         world_size=1 if rounds.team is None else rounds.team.world_size,
     )
     try:
-        report = yield from restore_by(
-            rounds, source, app_state, strict=strict, observation=observation
-        )
+        report = yield from _restore(rounds, source, app_state, strict, observation)
     except Exception as error:
         yield partial(end, outcome="failed", error=error_text(error))
         raise
@@ -144,17 +142,11 @@ def _observed_restore(
     return report
 
 
-def restore_by(
-    rounds: Rounds,
-    source: Source,
-    app_state: AppState,
-    *,
-    strict: bool,
-    observation: Observation | None = None,
+def _restore(
+    rounds: Rounds, source: Source, app_state: AppState, strict: bool, observation: Observation
 ) -> Script[RestoreReport]:
-    """Runs this rank's part: compares, reads, then loads key by key."""
+    """Compares, reads, then loads key by key."""
     check_flag("strict", strict)
-    observation = observation or Observation("restore")
     note = observation.caller.note
     compared, reads = yield from _compare(rounds, source, app_state, observation)
     plan = yield from _agree(rounds, compared, reads, strict=strict)

@@ -270,6 +270,7 @@ def _size(want: Wanted) -> int:
     return want.stored.stop - want.stored.start
 
 
+@dataclass(eq=False, kw_only=True)
 class SharedReadActor:
     """One rank's part in the reads of a set.
 
@@ -280,30 +281,20 @@ class SharedReadActor:
         run_blocking: Copies pieces; always awaited, as the memory is the caller's.
     """
 
-    def __init__(
-        self,
-        *,
-        ranges: Sequence[SharedRange],
-        pieces: Sequence[Sequence[Sequence[Part]]],
-        rank: int,
-        memory: memoryview,
-        read: Callable[[Sequence[tuple[Stored, memoryview]]], Awaitable[None]],
-        peers: Broadcaster,
-        arrive: Callable[[], Awaitable[object]],
-        run_blocking: RunBlocking,
-        errands: AbandonableTasks,
-    ) -> None:
-        self._ranges = ranges
-        self._pieces = pieces
-        self._rank = rank
-        size = len(memory) // NUM_BUFFERS
-        buffers = [memory[at * size : (at + 1) * size] for at in range(NUM_BUFFERS)]
+    ranges: Sequence[SharedRange]
+    pieces: Sequence[Sequence[Sequence[Part]]]
+    rank: int
+    memory: memoryview
+    read: Callable[[Sequence[tuple[Stored, memoryview]]], Awaitable[None]]
+    peers: Broadcaster
+    arrive: Callable[[], Awaitable[object]]
+    run_blocking: RunBlocking
+    errands: AbandonableTasks
+
+    def __post_init__(self) -> None:
+        size = len(self.memory) // NUM_BUFFERS
+        buffers = [self.memory[at * size : (at + 1) * size] for at in range(NUM_BUFFERS)]
         self._own, self._theirs = buffers[:2], buffers[2:]
-        self._read = read
-        self._peers = peers
-        self._arrive = arrive
-        self._run_blocking = run_blocking
-        self._errands = errands
         self._error: Exception | None = None
 
     async def run(self) -> None:
@@ -314,54 +305,54 @@ class SharedReadActor:
                 that others wait for are sent.
         Cancellation: Sinks hold any mixture. ``memory`` may be in use by errands.
         """
-        if self._pieces:
-            await self._errands.run(self._read_own, 0)
-        for number in range(len(self._pieces)):
-            await self._arrive()
+        if self.pieces:
+            await self.errands.run(self._read_own, 0)
+        for number in range(len(self.pieces)):
+            await self.arrive()
             async with anyio.create_task_group() as tasks:
-                if number + 1 < len(self._pieces):
+                if number + 1 < len(self.pieces):
                     tasks.start_soon(self._read_ahead, number + 1)
                 if number == 0:
                     # Not earlier: after a failed read, the others would wait here too.
-                    await self._errands.run(self._peers.meet)
+                    await self.errands.run(self.peers.meet)
                 await self._exchange(number)
             if self._error is not None:
                 raise self._error
 
     async def _read_ahead(self, number: int) -> None:
         try:
-            await self._errands.run(self._read_own, number)
+            await self.errands.run(self._read_own, number)
         except Exception as error:
             self._error = error
 
     async def _read_own(self, number: int) -> None:
         memory, at = self._own[number % 2], 0
         wanted: list[tuple[Stored, memoryview]] = []
-        for part in self._pieces[number][self._rank]:
-            stored = self._ranges[part.request].stored
+        for part in self.pieces[number][self.rank]:
+            stored = self.ranges[part.request].stored
             nbytes = part.stop - part.start
             wanted.append((slice_stored(stored, part.start, part.stop), memory[at : at + nbytes]))
             at += nbytes
-        await self._read(wanted)
+        await self.read(wanted)
 
     async def _exchange(self, number: int) -> None:
         """Sends and receives the pieces of a round; copies each while the next one travels."""
         previous: tuple[Sequence[Part], memoryview] | None = None
-        for source, parts in enumerate(self._pieces[number]):
+        for source, parts in enumerate(self.pieces[number]):
             memory = self._memory(number, source, parts)
             if not memory:
                 continue
             async with anyio.create_task_group() as tasks:
                 if previous is not None:
-                    tasks.start_soon(self._run_blocking, self._deliver, *previous)
-                await self._errands.run(self._peers.broadcast, memory, source)
+                    tasks.start_soon(self.run_blocking, self._deliver, *previous)
+                await self.errands.run(self.peers.broadcast, memory, source)
             previous = parts, memory
         if previous is not None:
-            await self._run_blocking(self._deliver, *previous)
+            await self.run_blocking(self._deliver, *previous)
 
     def _memory(self, number: int, source: int, parts: Sequence[Part]) -> memoryview:
         nbytes = sum(part.stop - part.start for part in parts)
-        if source == self._rank:
+        if source == self.rank:
             return self._own[number % 2][:nbytes]
         if nbytes:
             self._theirs.reverse()  # the other buffer may still be copied from
@@ -371,6 +362,6 @@ class SharedReadActor:
         at = 0
         for part in parts:
             end = at + part.stop - part.start
-            for sink in self._ranges[part.request].sinks:
+            for sink in self.ranges[part.request].sinks:
                 sink.copy_from(part.start, memory[at:end])
             at = end
