@@ -10,7 +10,7 @@ import re
 import time
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -251,9 +251,9 @@ async def collect_garbage(
         {*expendable, *mine, *host.resources.attempts.discarded(storage.url)},
     )
     if force:
-        return await sweep.delete(attempts, NO_CLAIMS)
+        return await sweep.delete(attempts, Claims())
     garbage = await find_collectable(host, attempts, superseded)
-    claims = await find_claims(storage, attempts) if garbage else NO_CLAIMS
+    claims = await find_claims(storage, attempts) if garbage else Claims()
     garbage = unclaimed(garbage, claims.copies)
     if claims.copies.keys().isdisjoint(garbage):
         return await sweep.delete(garbage, claims)
@@ -366,11 +366,8 @@ class Claims:
         collections: Attempts announcing a collection of copies' leftovers.
     """
 
-    copies: Mapping[str, Mapping[str, ObjectInfo]]
-    collections: Sequence[str]
-
-
-NO_CLAIMS = Claims(copies={}, collections=())
+    copies: Mapping[str, Mapping[str, ObjectInfo]] = field(default_factory=dict)
+    collections: Sequence[str] = ()
 
 
 async def find_claims(storage: Storage, attempts: Sequence[str]) -> Claims:

@@ -57,15 +57,16 @@ class OpenSource:
 
     def fetcher(self, **changes: Any) -> FetcherPool:
         options, budget = self.source.options, self.host.resources.budget
-        settings: dict[str, Any] = {
-            "run_blocking": self.host.run_blocking,
-            "budget": budget,
-            "verify": options.verify,
-            "chunk_bytes": chunk_within(options.chunk_bytes, budget.limit_bytes),
-            "max_gap_bytes": options.max_gap_bytes,
-            "num_fetchers": options.num_uploaders,
-        }
-        return FetcherPool(self.storage, **(settings | changes))
+        pool = FetcherPool(
+            self.storage,
+            run_blocking=self.host.run_blocking,
+            budget=budget,
+            verify=options.verify,
+            chunk_bytes=chunk_within(options.chunk_bytes, budget.limit_bytes),
+            max_gap_bytes=options.max_gap_bytes,
+            num_fetchers=options.num_uploaders,
+        )
+        return replace(pool, **changes)
 
 
 class Source:
