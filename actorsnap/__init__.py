@@ -88,46 +88,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Phase": "actorsnap.actors.trace",
-    "Progress": "actorsnap.actors.trace",
-    "AccessDenied": "actorsnap.errors",
-    "ActorSnapError": "actorsnap.errors",
-    "ChecksumMismatch": "actorsnap.errors",
-    "FormatError": "actorsnap.errors",
-    "IncompatibleState": "actorsnap.errors",
-    "NotASnapshot": "actorsnap.errors",
-    "ObjectExists": "actorsnap.errors",
-    "ObjectNotFound": "actorsnap.errors",
-    "RestoreAborted": "actorsnap.errors",
-    "SnapshotAborted": "actorsnap.errors",
-    "SnapshotReplaced": "actorsnap.errors",
-    "StateChanged": "actorsnap.errors",
-    "StorageError": "actorsnap.errors",
-    "StorageFull": "actorsnap.errors",
-    "Throttled": "actorsnap.errors",
-    "UnsupportedFormat": "actorsnap.errors",
-    "UsageError": "actorsnap.errors",
-    "Options": "actorsnap.options",
-    "from_env": "actorsnap.options",
-    "CopyEvent": "actorsnap.runtime.copy",
-    "CopyEventKind": "actorsnap.runtime.copy",
-    "CopyReport": "actorsnap.runtime.copy",
-    "Guard": "actorsnap.runtime.taking",
-    "shutdown": "actorsnap.runtime.host",
-    "step": "actorsnap.runtime.pacing",
-    "RecoverReport": "actorsnap.runtime.recover",
-    "RestorePlan": "actorsnap.runtime.restore",
-    "RestoreReport": "actorsnap.runtime.restore",
-    "VerifyReport": "actorsnap.runtime.verify",
-    "PendingSnapshot": "actorsnap.snapshot",
-    "Snapshot": "actorsnap.snapshot",
-    "warm_up": "actorsnap.snapshot",
-    "ModelState": "actorsnap.state.optim",
-    "prime_optimizer": "actorsnap.state.optim",
-    "RNGState": "actorsnap.state.stateful",
-    "StateDict": "actorsnap.state.stateful",
-    "Stateful": "actorsnap.state.stateful",
+    "actorsnap.actors.trace": ("Phase", "Progress"),
+    "actorsnap.options": ("Options", "from_env"),
+    "actorsnap.runtime.copy": ("CopyEvent", "CopyEventKind", "CopyReport"),
+    "actorsnap.runtime.host": ("shutdown",),
+    "actorsnap.runtime.pacing": ("step",),
+    "actorsnap.runtime.recover": ("RecoverReport",),
+    "actorsnap.runtime.restore": ("RestorePlan", "RestoreReport"),
+    "actorsnap.runtime.taking": ("Guard",),
+    "actorsnap.runtime.verify": ("VerifyReport",),
+    "actorsnap.snapshot": ("PendingSnapshot", "Snapshot", "warm_up"),
+    "actorsnap.state.optim": ("ModelState", "prime_optimizer"),
+    "actorsnap.state.stateful": ("RNGState", "StateDict", "Stateful"),
 }
+"""The modules of the public names; all others are errors."""
 
 
 def __getattr__(name: str) -> Any:
@@ -135,9 +109,9 @@ def __getattr__(name: str) -> Any:
         return import_module("actorsnap.release").RELEASE
     if name == "sync":
         return import_module("actorsnap.sync")
-    home = _HOMES.get(name)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    home = next((home for home, names in _HOMES.items() if name in names), "actorsnap.errors")
     value = globals()[name] = getattr(import_module(home), name)
     return value
 

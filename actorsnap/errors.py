@@ -25,6 +25,7 @@ of the package, so every layer can raise from it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from shlex import quote
 from typing import Any, TypeVar
@@ -112,7 +113,7 @@ def describe(error: BaseException) -> str:
     return "; ".join([f"{name}: {text}" if text else name, *notes_of(error)])
 
 
-def call_foreign(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+def call_user_code(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Calls code of the application in its own thread.
 
     Raises:
@@ -136,20 +137,28 @@ class ActorSnapError(Exception):
         self.message = message
         self.fields = fields
 
+    def __post_init__(self) -> None:
+        """Completes a subclass that is a dataclass."""
+        ActorSnapError.__init__(self, self._text(), **vars(self))
+
+    def _text(self) -> str:
+        raise NotImplementedError
+
     def __reduce__(self) -> tuple[Any, ...]:
         return (_rebuild, (type(self), self.fields))
 
 
+@dataclass(eq=False, repr=False)
 class UsageError(ActorSnapError, ValueError):
     """The call cannot work as written. Raised before any I/O, identically on every rank."""
 
-    def __init__(self, message: str) -> None:
-        super().__init__(message, message=message)
+    message: str
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return (type(self), (self.message,))
+    def _text(self) -> str:
+        return self.message
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class StorageError(ActorSnapError):
     """A storage operation failed.
 
@@ -162,34 +171,16 @@ class StorageError(ActorSnapError):
         retry_after_s: Wait that the storage asked for, in seconds, or None.
     """
 
-    default_retryable = False
+    op: str
+    key: str
+    backend: str
+    detail: str = ""
+    retryable: bool = False
+    retry_after_s: float | None = None
 
-    def __init__(
-        self,
-        *,
-        op: str,
-        key: str,
-        backend: str,
-        detail: str = "",
-        retryable: bool | None = None,
-        retry_after_s: float | None = None,
-    ) -> None:
-        self.op = op
-        self.key = key
-        self.backend = backend
-        self.detail = detail
-        self.retryable = self.default_retryable if retryable is None else retryable
-        self.retry_after_s = retry_after_s
-        where = f"{key!r} in {backend}" if key else backend
-        super().__init__(
-            f"{detail or type(self).__name__} ({op} of {where})",
-            op=op,
-            key=key,
-            backend=backend,
-            detail=detail,
-            retryable=self.retryable,
-            retry_after_s=retry_after_s,
-        )
+    def _text(self) -> str:
+        where = f"{self.key!r} in {self.backend}" if self.key else self.backend
+        return f"{self.detail or type(self).__name__} ({self.op} of {where})"
 
 
 class ObjectNotFound(StorageError, FileNotFoundError):
@@ -214,12 +205,14 @@ class StorageFull(StorageError):
     """The storage has no space or quota left."""
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class Throttled(StorageError):
     """The storage asked to slow down."""
 
-    default_retryable = True
+    retryable: bool = True
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class FormatError(ActorSnapError):
     """Stored data violates the format document.
 
@@ -229,11 +222,9 @@ class FormatError(ActorSnapError):
         url: The snapshot, without secrets; empty if unknown.
     """
 
-    def __init__(self, *, key: str, detail: str, url: str = "") -> None:
-        self.key = key
-        self.detail = detail
-        self.url = url
-        super().__init__(self._text(), key=key, detail=detail, url=url)
+    key: str
+    detail: str
+    url: str = ""
 
     def name_snapshot(self, url: str) -> None:
         """Adds the snapshot's URL to the fields and the message, unless one is known."""
@@ -267,6 +258,7 @@ class ChecksumMismatch(FormatError):
         )
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class NotASnapshot(FormatError):
     """There is no committed snapshot at the URL.
 
@@ -277,10 +269,7 @@ class NotASnapshot(FormatError):
             snapshot) or ``"unknown"``.
     """
 
-    def __init__(self, *, key: str, detail: str, found: str, url: str = "") -> None:
-        super().__init__(key=key, detail=detail, url=url)
-        self.found = found
-        self.fields["found"] = found
+    found: str
 
     def _text(self) -> str:
         return f"{self.key}: {self.detail}"
@@ -295,6 +284,7 @@ def _format_list(title: str, lines: Sequence[str]) -> list[str]:
     return [f"  {title} ({len(lines)}):", *shown]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class IncompatibleState(ActorSnapError):
     """The app state and the snapshot do not match.
 
@@ -307,35 +297,30 @@ class IncompatibleState(ActorSnapError):
             adapts its input could detect the mismatch.
     """
 
-    def __init__(
-        self,
-        *,
-        missing: Sequence[str] = (),
-        unexpected: Sequence[str] = (),
-        mismatched: Sequence[str] = (),
-        is_untouched: bool = True,
-    ) -> None:
-        self.missing = tuple(missing)
-        self.unexpected = tuple(unexpected)
-        self.mismatched = tuple(mismatched)
-        self.is_untouched = is_untouched
+    missing: Sequence[str] = ()
+    unexpected: Sequence[str] = ()
+    mismatched: Sequence[str] = ()
+    is_untouched: bool = True
+
+    def __post_init__(self) -> None:
+        self.missing = tuple(self.missing)
+        self.unexpected = tuple(self.unexpected)
+        self.mismatched = tuple(self.mismatched)
+        super().__post_init__()
+
+    def _text(self) -> str:
         lines = [
             "the app state does not fit the snapshot; "
-            f"{'nothing was changed' if is_untouched else 'parts of it were overwritten'}. "
+            f"{'nothing was changed' if self.is_untouched else 'parts of it were overwritten'}. "
             "strict=False restores what matches and reports the rest.",
             *_format_list("missing in the snapshot", self.missing),
             *_format_list("unexpected in the snapshot", self.unexpected),
             *_format_list("mismatched", self.mismatched),
         ]
-        super().__init__(
-            "\n".join(lines),
-            missing=self.missing,
-            unexpected=self.unexpected,
-            mismatched=self.mismatched,
-            is_untouched=is_untouched,
-        )
+        return "\n".join(lines)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SnapshotReplaced(ActorSnapError):
     """The snapshot was replaced or deleted while it was read. Nothing is damaged.
 
@@ -344,27 +329,26 @@ class SnapshotReplaced(ActorSnapError):
             may succeed; the call has already retried several times.
     """
 
-    def __init__(self, *, url: str, is_deleted: bool) -> None:
-        self.url = url
-        self.is_deleted = is_deleted
-        what = "deleted" if is_deleted else "replaced"
-        super().__init__(
-            f"the snapshot {url} was {what} while it was read; what was read is incomplete",
-            url=url,
-            is_deleted=is_deleted,
-        )
+    url: str
+    is_deleted: bool
+
+    def _text(self) -> str:
+        what = "deleted" if self.is_deleted else "replaced"
+        return f"the snapshot {self.url} was {what} while it was read; what was read is incomplete"
 
 
-def _append_location(reason: str, rank: int | None, stage: str, key: str | None) -> str:
+def _append_location(error: SnapshotAborted | RestoreAborted) -> str:
+    reason, key = error.reason, error.key
     known = [
-        f"rank {rank}" if rank is not None else "",
-        f"stage {stage!r}" if stage else "",
+        f"rank {error.rank}" if error.rank is not None else "",
+        f"stage {error.stage!r}" if error.stage else "",
         f"key {key!r}" if key and repr(key) not in reason else "",
     ]
     where = ", ".join(filter(None, known))
     return f"{reason} ({where})" if where else reason
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class SnapshotAborted(ActorSnapError):
     """The attempt ended without commit. Older snapshots are untouched.
 
@@ -377,33 +361,19 @@ class SnapshotAborted(ActorSnapError):
             still appear.
     """
 
-    def __init__(
-        self,
-        *,
-        reason: str,
-        rank: int | None = None,
-        stage: str = "",
-        key: str | None = None,
-        may_be_committed: bool = False,
-    ) -> None:
-        self.reason = reason
-        self.rank = rank
-        self.stage = stage
-        self.key = key
-        self.may_be_committed = may_be_committed
+    reason: str
+    rank: int | None = None
+    stage: str = ""
+    key: str | None = None
+    may_be_committed: bool = False
+
+    def _text(self) -> str:
         doubt = (
             ". The snapshot may be committed nevertheless: look at the path before you delete or "
             "retry"
         )
-        super().__init__(
-            f"snapshot aborted: {_append_location(reason, rank, stage, key)}"
-            f"{doubt if may_be_committed else ''}",
-            reason=reason,
-            rank=rank,
-            stage=stage,
-            key=key,
-            may_be_committed=may_be_committed,
-        )
+        location = _append_location(self)
+        return f"snapshot aborted: {location}{doubt if self.may_be_committed else ''}"
 
 
 class StateChanged(SnapshotAborted):
@@ -426,6 +396,7 @@ class StateChanged(SnapshotAborted):
         self.fields = {"path": path, "rank": rank}
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class RestoreAborted(ActorSnapError):
     """A restore by several ranks failed on one of them, and so ends on all.
 
@@ -438,17 +409,10 @@ class RestoreAborted(ActorSnapError):
         key: The top-level key concerned, or None.
     """
 
-    def __init__(
-        self, *, reason: str, rank: int | None = None, stage: str = "", key: str | None = None
-    ) -> None:
-        self.reason = reason
-        self.rank = rank
-        self.stage = stage
-        self.key = key
-        super().__init__(
-            f"restore aborted: {_append_location(reason, rank, stage, key)}",
-            reason=reason,
-            rank=rank,
-            stage=stage,
-            key=key,
-        )
+    reason: str
+    rank: int | None = None
+    stage: str = ""
+    key: str | None = None
+
+    def _text(self) -> str:
+        return f"restore aborted: {_append_location(self)}"

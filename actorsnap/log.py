@@ -10,19 +10,11 @@ import contextlib
 import logging
 import sys
 from collections.abc import Mapping
-from types import TracebackType
+from typing import Any
 
 from actorsnap.errors import text_of
 
 __all__ = ["Log"]
-
-_Failure = (
-    bool
-    | BaseException
-    | tuple[type[BaseException], BaseException, TracebackType | None]
-    | tuple[None, None, None]
-    | None
-)
 
 
 class Log(logging.LoggerAdapter[logging.Logger]):
@@ -38,7 +30,7 @@ class Log(logging.LoggerAdapter[logging.Logger]):
         level: int,
         msg: object,
         *args: object,
-        exc_info: _Failure = None,
+        exc_info: Any = None,
         stack_info: bool = False,
         stacklevel: int = 1,
         extra: Mapping[str, object] | None = None,

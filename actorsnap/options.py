@@ -14,13 +14,7 @@ import msgspec
 from actorsnap.errors import UsageError, did_you_mean
 from actorsnap.format.compression import Codec
 
-__all__ = [
-    "MIN_CHUNK_BYTES",
-    "Options",
-    "may_block_running_loop",
-    "chunk_within",
-    "from_env",
-]
+__all__ = ["MIN_CHUNK_BYTES", "Options", "may_block_running_loop", "chunk_within", "from_env"]
 
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
@@ -35,16 +29,15 @@ _MAX_TIMEOUT_S = 24 * 3600
 _TRACE_FIELDS = {"rank": 0, "op": "save", "name": "step-1"}
 """The fields that ``Options.trace`` may have in braces."""
 
-_OTEL_MODES = ("auto", "on", "off")
-
-_AT_EXIT = ("wait", "abort")
-_OFFLOADS = ("auto", "thread", "process")
+_CHOICES = {
+    "offload": ("auto", "thread", "process"),
+    "at_exit": ("wait", "abort"),
+    "read_mode": ("auto", "direct", "shared"),  # planning.shared_reads.ReadMode
+    "otel": ("auto", "on", "off"),
+}
 
 _PREFIX = "ACTORSNAP_"
 _MAY_BLOCK = "ALLOW_IN_RUNNING_LOOP"
-
-_READ_MODES = ("auto", "direct", "shared")
-"""Values of ``planning.shared_reads.ReadMode``, which this module must not import."""
 
 
 class _CheckedMeta(msgspec.StructMeta):
@@ -61,11 +54,7 @@ class _CheckedMeta(msgspec.StructMeta):
             return super().__call__(*args, **kwargs)
 
 
-class _Checked(msgspec.Struct, frozen=True, metaclass=_CheckedMeta):
-    """Base of types that callers construct by keywords."""
-
-
-class Options(_Checked, frozen=True, kw_only=True):
+class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta):
     """How snapshots are taken and restored. Sizes are in bytes, times in seconds.
 
     Attributes:
@@ -155,11 +144,12 @@ class Options(_Checked, frozen=True, kw_only=True):
         self._check("max_objects", 1)
         self._check("min_object_bytes", 1)
         self._check("max_gap_bytes", 0)
-        self._check_choice("read_mode", _READ_MODES)
-        self._check_choice("otel", _OTEL_MODES)
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices:
+                known = ", ".join(map(repr, choices))
+                value = getattr(self, name)
+                raise UsageError(f"Options.{name} must be one of {known}, not {value!r}")
         self._check_trace()
-        self._check_choice("offload", _OFFLOADS)
-        self._check_choice("at_exit", _AT_EXIT)
         if self.detach and self.offload == "thread":
             raise UsageError('Options.detach needs a process: offload="auto" or "process"')
         if self.max_slowdown is not None:
@@ -174,12 +164,6 @@ class Options(_Checked, frozen=True, kw_only=True):
             Codec.parse(self.compression)
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
-
-    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in choices:
-            known = ", ".join(map(repr, choices))
-            raise UsageError(f"Options.{name} must be one of {known}, not {value!r}")
 
     def _check_trace(self) -> None:
         if self.trace is None:

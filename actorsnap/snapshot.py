@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
@@ -29,7 +29,7 @@ from actorsnap.runtime.source import Source
 from actorsnap.runtime.taking import Guard
 from actorsnap.runtime.verify import VerifyReport
 
-__all__ = ["PendingSnapshot", "Snapshot", "warm_up"]
+__all__ = ["PendingHandle", "PendingSnapshot", "Snapshot", "SnapshotHandle", "warm_up"]
 
 
 @async_call
@@ -47,23 +47,8 @@ async def warm_up(nbytes: int, *, options: Options | None = None) -> None:
     await run_async(taking.warm_up(nbytes, options))
 
 
-class Snapshot:
-    """A saved app state at a URL. Creating a handle does no I/O.
-
-    A handle refers to its path: each call reads the commit object again. If the snapshot is
-    replaced during a call's reads, the call starts over, at most three times (it may call
-    ``state_dict()`` again), and then raises ``SnapshotReplaced``, as for a deleted snapshot.
-    ``Options.timeout_s`` bounds the reads of each call. Reads into tensors that the operating
-    system has begun are always awaited.
-
-    Args:
-        path: A local path, ``fs://``, ``memory://`` or the URL of an installed backend.
-        storage_options: Options for the backend.
-        options: None uses the defaults and the ``ACTORSNAP_*`` variables.
-
-    Raises:
-        UsageError: A bad path or option.
-    """
+class SnapshotHandle:
+    """The part of ``Snapshot`` that both facades share."""
 
     def __init__(
         self,
@@ -83,6 +68,31 @@ class Snapshot:
     def path(self) -> str:
         """Without secrets."""
         return self._source.location.display_url
+
+    @classmethod
+    def _of(cls, save: Save) -> Self:
+        snapshot = cls.__new__(cls)
+        snapshot._source = save.source()
+        return snapshot
+
+
+class Snapshot(SnapshotHandle):
+    """A saved app state at a URL. Creating a handle does no I/O.
+
+    A handle refers to its path: each call reads the commit object again. If the snapshot is
+    replaced during a call's reads, the call starts over, at most three times (it may call
+    ``state_dict()`` again), and then raises ``SnapshotReplaced``, as for a deleted snapshot.
+    ``Options.timeout_s`` bounds the reads of each call. Reads into tensors that the operating
+    system has begun are always awaited.
+
+    Args:
+        path: A local path, ``fs://``, ``memory://`` or the URL of an installed backend.
+        storage_options: Options for the backend.
+        options: None uses the defaults and the ``ACTORSNAP_*`` variables.
+
+    Raises:
+        UsageError: A bad path or option.
+    """
 
     @classmethod
     @async_call
@@ -505,19 +515,9 @@ class Snapshot:
         """
         await run_async(maintenance.delete(self._source))
 
-    @classmethod
-    def _of(cls, save: Save) -> Snapshot:
-        snapshot = cls.__new__(cls)
-        snapshot._source = save.source()
-        return snapshot
 
-
-class PendingSnapshot:
-    """A save in progress. Await it, or poll ``done()``.
-
-    Without the handle the save continues, and a failure is logged as an error. At interpreter exit
-    ``Options.at_exit`` applies.
-    """
+class PendingHandle:
+    """The part of ``PendingSnapshot`` that both facades share."""
 
     def __init__(self, save: Save) -> None:
         self._save = save
@@ -529,16 +529,6 @@ class PendingSnapshot:
     def path(self) -> str:
         """Without secrets."""
         return self._save.url
-
-    @async_call
-    async def staged(self) -> None:
-        """Waits until the trainer may overwrite its tensors.
-
-        Raises:
-            ActorSnapError: The save failed before.
-        Cancellation: The save continues.
-        """
-        await run_async(taking.await_staged(self._save))
 
     def guard(self, *optimizers: Any) -> Guard:
         """Makes each optimizer's next step wait until the tensors that it changes are copied.
@@ -563,6 +553,32 @@ class PendingSnapshot:
         """Returns whether the outcome is known."""
         return self._save.is_done()
 
+    def cancel(self) -> None:
+        """Requests an abort and returns at once.
+
+        ``wait`` then raises ``SnapshotAborted`` and the written objects are deleted, unless the
+        commit was faster.
+        """
+        self._save.cancel("cancelled by the caller")
+
+
+class PendingSnapshot(PendingHandle):
+    """A save in progress. Await it, or poll ``done()``.
+
+    Without the handle the save continues, and a failure is logged as an error. At interpreter exit
+    ``Options.at_exit`` applies.
+    """
+
+    @async_call
+    async def staged(self) -> None:
+        """Waits until the trainer may overwrite its tensors.
+
+        Raises:
+            ActorSnapError: The save failed before.
+        Cancellation: The save continues.
+        """
+        await run_async(taking.await_staged(self._save))
+
     @async_call
     async def wait(self) -> Snapshot:
         """Waits for the outcome.
@@ -577,14 +593,6 @@ class PendingSnapshot:
 
     def __await__(self) -> Generator[Any, Any, Snapshot]:
         return self.wait().__await__()
-
-    def cancel(self) -> None:
-        """Requests an abort and returns at once.
-
-        ``wait`` then raises ``SnapshotAborted`` and the written objects are deleted, unless the
-        commit was faster.
-        """
-        self._save.cancel("cancelled by the caller")
 
     def events(self) -> AsyncIterator[Progress]:
         """Yields the save's progress, latest state first, up to ``committed`` or ``aborted``.

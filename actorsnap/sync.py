@@ -28,16 +28,14 @@ from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.recover import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
-from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import (
     allow_in_running_loop,
     refuse_running_loop,
     run_sync,
     watch_sync,
 )
-from actorsnap.runtime.source import Source
-from actorsnap.runtime.taking import Guard
 from actorsnap.runtime.verify import VerifyReport
+from actorsnap.snapshot import PendingHandle, SnapshotHandle
 
 __all__ = ["PendingSnapshot", "Snapshot", "allow_in_running_loop", "warm_up"]
 
@@ -47,27 +45,8 @@ def warm_up(nbytes: int, *, options: Options | None = None) -> None:
     run_sync(taking.warm_up(nbytes, options), name="warm_up")
 
 
-class Snapshot:
+class Snapshot(SnapshotHandle):
     """``actorsnap.Snapshot`` for scripts."""
-
-    def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        storage_options: Mapping[str, Any] | None = None,
-        options: Options | None = None,
-    ) -> None:
-        self._source = Source(
-            location.make_location(path, storage_options), location.resolve_options(options)
-        )
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.path!r})"
-
-    @property
-    def path(self) -> str:
-        """Without secrets."""
-        return self._source.location.display_url
 
     @classmethod
     def take(
@@ -236,47 +215,18 @@ class Snapshot:
         """See ``actorsnap.Snapshot.delete``."""
         run_sync(maintenance.delete(self._source), name="Snapshot.delete")
 
-    @classmethod
-    def _of(cls, save: Save) -> Snapshot:
-        snapshot = cls.__new__(cls)
-        snapshot._source = save.source()
-        return snapshot
 
-
-class PendingSnapshot:
+class PendingSnapshot(PendingHandle):
     """``actorsnap.PendingSnapshot`` for scripts."""
-
-    def __init__(self, save: Save) -> None:
-        self._save = save
-
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.path!r}: {self._save.board.latest.phase}>"
-
-    @property
-    def path(self) -> str:
-        """Without secrets."""
-        return self._save.url
 
     def staged(self) -> None:
         """Blocks until the trainer may overwrite its tensors. Ctrl-C leaves the save running."""
         run_sync(taking.await_staged(self._save), name="PendingSnapshot.staged")
 
-    def guard(self, *optimizers: Any) -> Guard:
-        """See ``actorsnap.PendingSnapshot.guard``."""
-        return taking.guard(self._save, optimizers)
-
-    def done(self) -> bool:
-        """Returns whether the outcome is known."""
-        return self._save.is_done()
-
     def wait(self) -> Snapshot:
         """See ``actorsnap.PendingSnapshot.wait``. Ctrl-C leaves the save running."""
         run_sync(taking.await_pending(self._save, self._save.finished), name="PendingSnapshot.wait")
         return Snapshot._of(self._save)
-
-    def cancel(self) -> None:
-        """See ``actorsnap.PendingSnapshot.cancel``."""
-        self._save.cancel("cancelled by the caller")
 
     def events(self) -> Iterator[Progress]:
         """See ``actorsnap.PendingSnapshot.events``; blocks between states."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import accumulate
 from typing import NamedTuple
@@ -65,6 +66,7 @@ def _all_stored(index: Index | RankManifest) -> Iterator[tuple[str, Stored]]:
                 yield entry.path, shard.data
 
 
+@dataclass(frozen=True)
 class FetcherPool:
     """Reads many leaves concurrently.
 
@@ -73,27 +75,15 @@ class FetcherPool:
         budget: Lends memory for leaves that cannot be read in place.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        *,
-        run_blocking: RunBlocking,
-        budget: Budget,
-        verify: bool,
-        chunk_bytes: int,
-        max_gap_bytes: int,
-        num_fetchers: int,
-        recorder: Recorder = NULL_RECORDER,
-    ) -> None:
-        self._storage = storage
-        self._has_blocking_io = storage.capabilities.has_blocking_io
-        self._run_blocking = run_blocking
-        self._budget = budget
-        self._verify = verify
-        self._chunk_bytes = chunk_bytes
-        self._max_gap_bytes = max_gap_bytes
-        self._num_fetchers = num_fetchers
-        self._recorder = recorder
+    storage: Storage
+    _: KW_ONLY
+    run_blocking: RunBlocking
+    budget: Budget
+    verify: bool
+    chunk_bytes: int
+    max_gap_bytes: int
+    num_fetchers: int
+    recorder: Recorder = NULL_RECORDER
 
     async def fetch(self, requests: Sequence[RangeRequest]) -> None:
         """Fills every sink.
@@ -104,7 +94,7 @@ class FetcherPool:
             StorageError: Reading failed or was incomplete.
         Cancellation: Reads in flight on threads end first. Sinks hold any mixture.
         """
-        in_place, others, chunks = await self._run_blocking(self._plan, requests)
+        in_place, others, chunks = await self.run_blocking(self._plan, requests)
         has_ended = False
         read_bytes: list[int] = []  # per read; appended to by threads
 
@@ -121,13 +111,13 @@ class FetcherPool:
             return False
 
         async def work() -> None:
-            with self._recorder.row("fetcher") as row:
-                while await self._run_blocking(read_turn, row):
+            with self.recorder.row("fetcher") as row:
+                while await self.run_blocking(read_turn, row):
                     pass
                 for read in others_left:
                     fetch = partial(self._fetch_one, requests, read, chunks.get(read.key), row)
                     with _missing_is_damage(read):
-                        await read_intact(self._storage, fetch)
+                        await read_intact(self.storage, fetch)
                     read_bytes.append(read.stop - read.start)
 
         async def stop_threads_when_cancelled() -> None:
@@ -142,7 +132,7 @@ class FetcherPool:
         async with anyio.create_task_group() as outer:
             outer.start_soon(stop_threads_when_cancelled)
             async with anyio.create_task_group() as tasks:
-                for _ in range(min(self._num_fetchers, num_reads)):
+                for _ in range(min(self.num_fetchers, num_reads)):
                     tasks.start_soon(work)
             outer.cancel_scope.cancel()
         planned_bytes = sum(read.stop - read.start for read in (*in_place, *others))
@@ -151,7 +141,7 @@ class FetcherPool:
             raise StorageError(
                 op="read_into",
                 key="",
-                backend=self._storage.url,
+                backend=self.storage.url,
                 detail=f"{len(read_bytes)} of {num_reads} reads returned {sum(read_bytes)} of "
                 f"{planned_bytes} bytes, without an error",
             )
@@ -162,8 +152,8 @@ class FetcherPool:
         """Returns reads that need only a thread, the others, and the compressed objects."""
         reads = plan_reads(
             [Range(r.key, r.stored.start, r.stored.stop, r.sink.is_addressable) for r in requests],
-            chunk_bytes=self._chunk_bytes,
-            max_gap_bytes=self._max_gap_bytes,
+            chunk_bytes=self.chunk_bytes,
+            max_gap_bytes=self.max_gap_bytes,
         )
         # Includes the objects of ranks whose bytes are gaps.
         keys = {request.key for request in requests}
@@ -173,9 +163,10 @@ class FetcherPool:
             check_readable(min(chunks))
         in_place: list[Read] = []
         others: list[Read] = []
+        has_blocking_io = self.storage.capabilities.has_blocking_io
         for read in reads:
             needs_thread_only = (
-                self._has_blocking_io and read.key not in chunks and _is_addressable(requests, read)
+                has_blocking_io and read.key not in chunks and _is_addressable(requests, read)
             )
             (in_place if needs_thread_only else others).append(read)
         return in_place, others, chunks
@@ -191,12 +182,12 @@ class FetcherPool:
                 yield views
                 nbytes = sum(map(len, views))
                 row.note(Work.READ, read.key, at, nbytes)
-                if self._verify:
+                if self.verify:
                     _verify_all(batch)
                     row.note(Work.VERIFY, read.key, at, nbytes)
                 at += nbytes
 
-        self._storage.read_into_blocking(read.key, read.start, batches())
+        self.storage.read_into_blocking(read.key, read.start, batches())
         return at - read.start
 
     async def _fetch_one(
@@ -204,18 +195,18 @@ class FetcherPool:
     ) -> None:
         place = read.key, read.start, read.stop - read.start
         if _is_addressable(requests, read):
-            targets = await self._run_blocking(lambda: list(_targets(requests, read)))
+            targets = await self.run_blocking(lambda: list(_targets(requests, read)))
             row.note(Wait.THREAD)
 
             def verify() -> None:
-                if self._verify:
+                if self.verify:
                     row.note(Wait.THREAD)
                     _verify_all(targets)
                     row.note(Work.VERIFY, *place)
 
             await self._fill(requests, read, chunks, [t.view for t in targets], verify, row)
             return
-        with await self._budget.lease(read.stop - read.start, Purpose.READING) as lease:
+        with await self.budget.lease(read.stop - read.start, Purpose.READING) as lease:
             row.note(Wait.MEMORY)
 
             def deliver() -> None:
@@ -240,7 +231,7 @@ class FetcherPool:
             return
         extents = list(chunks.extents(read.start, read.stop))
         scratch_bytes = max([1, *[extent.size for extent in extents if extent.frames]])
-        with await self._budget.lease(scratch_bytes, Purpose.DECOMPRESSING) as lease:
+        with await self.budget.lease(scratch_bytes, Purpose.DECOMPRESSING) as lease:
             row.note(Wait.MEMORY)
             for extent in extents:
                 into = _Window(views, read.start).within(extent.start, extent.stop)
@@ -250,7 +241,7 @@ class FetcherPool:
                 frames = lease.view[: extent.size]
                 decompress = partial(_decompress, requests, read, extent, frames, into, row)
                 await self._read(extent.key, extent.offset, [frames], decompress, row)
-        await self._run_blocking(finish)
+        await self.run_blocking(finish)
 
     async def _read(
         self,
@@ -265,18 +256,18 @@ class FetcherPool:
 
         def read_and_go_on() -> None:
             row.note(Wait.THREAD)
-            self._storage.read_into_blocking(key, offset, [views])
+            self.storage.read_into_blocking(key, offset, [views])
             row.note(Work.READ, key, offset, nbytes)
             if then is not None:
                 then()
 
-        if self._has_blocking_io:
-            await self._run_blocking(read_and_go_on)
+        if self.storage.capabilities.has_blocking_io:
+            await self.run_blocking(read_and_go_on)
             return
-        await self._storage.read_into(key, offset, views)
+        await self.storage.read_into(key, offset, views)
         row.note(Work.READ, key, offset, nbytes)
         if then is not None:
-            await self._run_blocking(then)
+            await self.run_blocking(then)
 
     def _deliver(self, requests: Sequence[RangeRequest], read: Read, memory: memoryview) -> None:
         at = 0
@@ -285,7 +276,7 @@ class FetcherPool:
             view = memory[at : at + part.stop - part.start]
             at += len(view)
             request = requests[part.request]
-            if self._verify:
+            if self.verify:
                 _verify(request, part.start, view)
             if request.sink.is_addressable:
                 request.sink.view(part.start, part.stop)[:] = view

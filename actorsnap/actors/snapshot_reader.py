@@ -24,20 +24,14 @@ from actorsnap.format.manifest import (
     ManifestRecord,
     RankManifest,
     decode_commit,
+    decode_lone_rank_manifest,
     decode_rank_manifest,
     world_size_of,
 )
 from actorsnap.log import Log
 from actorsnap.storage.base import RunBlocking, Storage, for_each
 
-__all__ = [
-    "Commits",
-    "SnapshotReader",
-    "find_commit",
-    "is_complete",
-    "read_commits",
-    "read_intact",
-]
+__all__ = ["Commits", "SnapshotReader", "find_commit", "is_complete", "read_commits", "read_intact"]
 
 logger = Log(__name__)
 
@@ -192,14 +186,23 @@ class SnapshotReader:
             FormatError: It is missing or damaged.
         """
 
-        async def read() -> RankManifest:
-            data = await self.storage.get(record.key)
-            return await self._run_blocking(decode_rank_manifest, data, record, record.key)
+        return await self._read_manifest(record.key, decode_rank_manifest, record)
+
+    async def lone_manifest(self, key: str) -> tuple[RankManifest, ManifestRecord]:
+        """Reads a rank manifest without a commit object; raises as ``manifest``."""
+        return await self._read_manifest(key, decode_lone_rank_manifest)
+
+    async def _read_manifest(
+        self, key: str, decode: Callable[..., T], *record: ManifestRecord
+    ) -> T:
+        async def read() -> T:
+            data = await self.storage.get(key)
+            return await self._run_blocking(decode, data, *record, key)
 
         try:
             return await read_intact(self.storage, read)
         except ObjectNotFound as error:
-            raise ChecksumMismatch(key=record.key, detail="the rank manifest is missing") from error
+            raise ChecksumMismatch(key=key, detail="the rank manifest is missing") from error
 
     async def _explain_absence(self) -> NotASnapshot:
         keys: list[str] = []

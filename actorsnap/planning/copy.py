@@ -27,11 +27,10 @@ from actorsnap.planning.restore import check_chunks
 
 __all__ = [
     "CopyPlan",
-    "Leftovers",
     "ObjectCopy",
     "ByteRange",
     "plan_copy",
-    "sort_leftovers",
+    "reusable",
     "split_writes",
 ]
 
@@ -164,20 +163,8 @@ def split_writes(
         yield tuple(batch)
 
 
-class Leftovers(msgspec.Struct, frozen=True, kw_only=True):
-    """What an interrupted copy left at the destination.
-
-    Attributes:
-        complete: Keys of objects that may be kept if their bytes are right.
-        others: Keys to delete, including those that may exist partially, unlisted.
-    """
-
-    complete: frozenset[str]
-    others: tuple[str, ...]
-
-
-def sort_leftovers(plan: CopyPlan, found: Mapping[str, int], stored: Collection[str]) -> Leftovers:
-    """Returns the objects of an interrupted copy that may be kept.
+def reusable(plan: CopyPlan, found: Mapping[str, int], stored: Collection[str]) -> frozenset[str]:
+    """Returns the keys of an interrupted copy's objects that may be kept if their bytes are right.
 
     Correct bytes are not enough: a file that was never synced reads well until the machine fails.
 
@@ -186,8 +173,4 @@ def sort_leftovers(plan: CopyPlan, found: Mapping[str, int], stored: Collection[
         stored: Keys that a copy has noted as complete.
     """
     noted = frozenset(stored)
-    complete = frozenset(
-        [o.key for o in plan.objects if o.key in noted and found.get(o.key) == o.size]
-    )
-    keys = dict.fromkeys([*found, *(copied.key for copied in plan.objects)])
-    return Leftovers(complete=complete, others=tuple([key for key in keys if key not in complete]))
+    return frozenset([o.key for o in plan.objects if o.key in noted and found.get(o.key) == o.size])

@@ -48,7 +48,7 @@ def obstacle() -> str:
 
 
 class Broadcaster:
-    """Broadcasts among some ranks, one at a time; see ``actors.shared_reads.Peers``.
+    """Broadcasts among some ranks, one at a time.
 
     Args:
         connect: Returns a connection to the job's store. Blocks.
@@ -161,12 +161,7 @@ class _Meeting(_Store):
     """
 
     def __init__(
-        self,
-        connect: Callable[[], Any],
-        name: str,
-        rank: int,
-        num_ranks: int,
-        timeout_s: float,
+        self, connect: Callable[[], Any], name: str, rank: int, num_ranks: int, timeout_s: float
     ) -> None:
         super().__init__()
         self.rank = rank

@@ -19,14 +19,7 @@ from actorsnap.state.capture import optimizers_in
 from actorsnap.state.distributed import is_distributed
 from actorsnap.state.optim import class_names, takes_state_of
 from actorsnap.state.restore import KeyRestore, entries_by_key, find_conflicts, prepare
-from actorsnap.state.stateful import (
-    Matching,
-    RNGState,
-    Stateful,
-    adapts,
-    can_assign,
-    matching_of,
-)
+from actorsnap.state.stateful import Matching, RNGState, Stateful, adapts, can_assign, matching_of
 from actorsnap.state.tree import escape, join, unescape
 
 __all__ = ["Compared", "compare"]

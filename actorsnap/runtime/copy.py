@@ -10,17 +10,16 @@ attempt, whose claim protects the copied one and lists its complete objects for 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from enum import StrEnum
 
 import anyio
 import anyio.lowlevel
 import msgspec
 
-from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.commit import commit_alone
-from actorsnap.actors.snapshot_reader import SnapshotReader, find_commit, read_intact
+from actorsnap.actors.snapshot_reader import find_commit, read_intact
 from actorsnap.errors import (
     ChecksumMismatch,
     FormatError,
@@ -29,7 +28,7 @@ from actorsnap.errors import (
     ObjectNotFound,
     StorageError,
     UnsupportedFormat,
-    call_foreign,
+    call_user_code,
 )
 from actorsnap.format.checksum import combine, crc32c
 from actorsnap.format.layout import decode_copy_claim
@@ -41,20 +40,15 @@ from actorsnap.planning.copy import (
     CopyPlan,
     ObjectCopy,
     plan_copy,
-    sort_leftovers,
+    reusable,
     split_writes,
 )
 from actorsnap.runtime.copy_claim import CopyClaim, naming_side
-from actorsnap.runtime.garbage import (
-    Claims,
-    collect_garbage,
-    find_attempts,
-    find_claims,
-)
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import Location, open_location
+from actorsnap.runtime.location import Location
+from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts, find_claims
 from actorsnap.runtime.reading import begins_anew
-from actorsnap.runtime.source import Source
+from actorsnap.runtime.source import OpenSource, Source, opened_storage
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 __all__ = ["CopyEvent", "CopyEventKind", "CopyReport", "copy"]
@@ -123,85 +117,65 @@ def copy(
     """Copies a snapshot. Calls ``on_event`` on worker threads, one at a time."""
 
     async def step(host: Host) -> CopyReport:
-        async with source.opened(host, "copy") as (storage, reader, errands):
-            async with _open_destination(host, to, errands) as (target, copier):
-                job = _Copy(host, source, storage, target, copier, errands, on_event)
-                return await errands.run(job.run, reader, overwrite)
+        copier = host.resources.attempts.new()
+        try:
+            async with source.opened(host, "copy") as opened:
+                errands = opened.errands
+                async with opened_storage(host, to, errands, scratch=str(copier)) as target:
+                    job = _Copy(opened, target, str(copier), on_event)
+                    return await errands.run(job.run, overwrite)
+        finally:
+            host.resources.attempts.end(copier)
 
     report: CopyReport = yield step
     return report
 
 
-@asynccontextmanager
-async def _open_destination(
-    host: Host, to: Location, errands: AbandonableTasks
-) -> AsyncIterator[tuple[Storage, str]]:
-    """Yields destination and name of the copy's own attempt."""
-    copier = host.resources.attempts.new()
-    try:
-        target = await open_location(
-            host,
-            to,
-            fsync=True,
-            run_blocking=errands.run_blocking,
-            scratch=str(copier),
-            on_retry=errands.note_retry,
-        )
-        try:
-            yield target, str(copier)
-        finally:
-            await errands.close(target.aclose)
-    finally:
-        host.resources.attempts.end(copier)
-
-
 class _Copy:
     def __init__(
         self,
-        host: Host,
-        source: Source,
-        storage: Storage,
+        opened: OpenSource,
         target: Storage,
         copier: str,
-        errands: AbandonableTasks,
         on_event: Callable[[CopyEvent], object] | None,
     ) -> None:
-        self._host = host
-        self._source = source
-        self._storage = storage
+        self._opened = opened
+        self._host = opened.host
+        self._storage = opened.storage
         self._target = target
         self._copier = copier
-        self._errands = errands
+        self._errands = opened.errands
         self._on_event = on_event
         self._reporting = anyio.Lock()
         self._attempt = ""  # these two are set by ``run``
         self._claim: CopyClaim
-        self._report = CopyReport(attempt="")
+        self._copied: list[ObjectCopy] = []
+        self._skipped: list[ObjectCopy] = []
         self._done_bytes = self._total_bytes = 0
-        options = source.options
-        self._chunk_bytes = chunk_within(options.chunk_bytes, host.resources.budget.limit_bytes)
+        options, budget = opened.source.options, opened.host.resources.budget
+        self._chunk_bytes = chunk_within(options.chunk_bytes, budget.limit_bytes)
         self._moving = anyio.CapacityLimiter(options.num_uploaders)
 
-    async def run(self, reader: SnapshotReader, overwrite: bool) -> CopyReport:
+    async def run(self, overwrite: bool) -> CopyReport:
         """Runs the copy.
 
         Raises:
             ActorSnapError: nothing was committed; a later copy may resume.
         """
         with self._reading():
-            commit, manifests = await self._source.index(reader)
+            commit, manifests = await self._opened.source.index(self._opened.reader)
             plan = await self._host.run_blocking(plan_copy, commit, manifests)
         self._attempt = commit.attempt
         self._claim = CopyClaim(
             self._host, self._target, self._copier, commit.attempt, self._errands
         )
-        self._report = CopyReport(attempt=commit.attempt)
+        there = CopyReport(attempt=commit.attempt, was_there=True)
         if await self._is_there(commit, plan, overwrite):
-            return msgspec.structs.replace(self._report, was_there=True)
+            return there
         if await self._has_unclaimed():
             # Another copy may have committed.
             if await self._is_there(commit, plan, overwrite):
-                return msgspec.structs.replace(self._report, was_there=True)
+                return there
             # Before the first claim: with one, the next copy would adopt these objects.
             raise self._claim.refused(_UNCLAIMED)
         try:
@@ -218,7 +192,15 @@ class _Copy:
                 await self._errands.clean_up(self._claim.renew)  # for a resume
             raise
         await self._errands.clean_up(self._claim.withdraw)
-        return msgspec.structs.replace(self._report, was_there=was_there)
+        if was_there:
+            return there
+        return CopyReport(
+            attempt=commit.attempt,
+            num_copied=len(self._copied),
+            copied_bytes=sum(each.size for each in self._copied),
+            num_skipped=len(self._skipped),
+            skipped_bytes=sum(each.size for each in self._skipped),
+        )
 
     async def _perform(
         self, commit: Commit, plan: CopyPlan, earlier: Claims, overwrite: bool
@@ -284,9 +266,7 @@ class _Copy:
         if there != commit:
             what = "this snapshot is committed there, but the commit object differs (recovered?)"
         else:
-            with self._writing():
-                found = await self._sizes()
-            lacking = next((c.key for c in plan.objects if found.get(c.key) != c.size), None)
+            lacking = await self._lacking(plan)
             if lacking is None:
                 return
             what = f"this snapshot is committed there, but {lacking} is missing or of another size"
@@ -300,9 +280,9 @@ class _Copy:
 
     async def _has_unclaimed(self) -> bool:
         """Returns whether objects of the attempt are there without a claim."""
+        if not await self._sizes():
+            return False
         with self._writing():
-            if not await self._sizes():
-                return False
             # The first claim is enough.
             for owner in await find_attempts(self._target):
                 claims = await find_claims(self._target, [owner])
@@ -316,27 +296,28 @@ class _Copy:
         Raises:
             StorageError: no copy has written the objects.
         """
+        found = await self._sizes()
+        claims = earlier.copies[self._attempt]
+        others = [info for name, info in claims.items() if name != self._copier]
+        if found and not others:
+            await self._errands.clean_up(self._claim.withdraw)
+            raise self._claim.refused(_UNCLAIMED)
+        if not others:
+            return frozenset()
         with self._writing():
-            found = await self._sizes()
-            others = [
-                info for name, info in earlier.copies[self._attempt].items() if name != self._copier
-            ]
-            if found and not others:
-                await self._errands.clean_up(self._claim.withdraw)
-                raise self._claim.refused(_UNCLAIMED)
-            if not others:
-                return frozenset()
             noted: list[str] = []
             for info in others:
                 try:
                     noted += decode_copy_claim(await self._target.get(info.key))
                 except ObjectNotFound:
                     logger.debug("%s: %s is gone", self._target.url, info.key)
-            leftovers = sort_leftovers(plan, found, noted)
-            await self._target.delete(leftovers.others)
+            kept = reusable(plan, found, noted)
+            # Some keys are not listed, but may exist partially.
+            keys = dict.fromkeys([*found, *(copied.key for copied in plan.objects)])
+            await self._target.delete([key for key in keys if key not in kept])
         # The next resume needs these, too.
-        self._claim.add(leftovers.complete)
-        return leftovers.complete
+        self._claim.add(kept)
+        return kept
 
     async def _check_complete(self, plan: CopyPlan) -> None:
         """Checks all objects before the commit: a forced deletion ignores claims.
@@ -344,24 +325,27 @@ class _Copy:
         Raises:
             StorageError: objects are missing, or others may take this copy for dead.
         """
-        num_done = self._report.num_copied + self._report.num_skipped
+        num_done = len(self._copied) + len(self._skipped)
         if num_done != len(plan.objects):
             raise self._incomplete("", f"{num_done} of {len(plan.objects)} objects")
-        with self._writing():
-            found = await self._sizes()
-        for copied in plan.objects:
-            if found.get(copied.key) != copied.size:
-                raise StorageError(
-                    op="copy",
-                    key=copied.key,
-                    backend=self._target.url,
-                    detail="the object was deleted or changed before the copy was committed",
-                )
+        if lacking := await self._lacking(plan):
+            raise StorageError(
+                op="copy",
+                key=lacking,
+                backend=self._target.url,
+                detail="the object was deleted or changed before the copy was committed",
+            )
         self._claim.check_renewed()
 
+    async def _lacking(self, plan: CopyPlan) -> str | None:
+        """Returns an object that is missing at the destination, or has another size there."""
+        found = await self._sizes()
+        return next((c.key for c in plan.objects if found.get(c.key) != c.size), None)
+
     async def _sizes(self) -> dict[str, int]:
-        prefix = f"{self._attempt}/"
-        return {info.key: info.size async for info in self._target.list(prefix)}
+        with self._writing():
+            listed = self._target.list(f"{self._attempt}/")
+            return {info.key: info.size async for info in listed}
 
     async def _commit(self, commit: Commit, overwrite: bool) -> tuple[list[str], bool]:
         """Commits the copy.
@@ -395,10 +379,12 @@ class _Copy:
     async def _copy_all(self, objects: Sequence[ObjectCopy], kept: frozenset[str]) -> None:
         async def perform(copied: ObjectCopy) -> None:
             if copied.key in kept and await self._is_whole(copied):
-                await self._count(CopyEventKind.SKIPPED, copied)
+                self._skipped.append(copied)
+                await self._report_event(CopyEventKind.SKIPPED, copied.key, copied.size)
             else:
                 await self._copy_one(copied, is_left=copied.key in kept)
-                await self._count(CopyEventKind.COPIED, copied)
+                self._copied.append(copied)
+                await self._report_event(CopyEventKind.COPIED, copied.key, copied.size)
 
         at_once = self._target.capabilities.preferred_parallel_objects
         await for_each(objects, perform, at_once=at_once)
@@ -460,7 +446,7 @@ class _Copy:
             async with self._moving:
                 await perform(spans)
 
-        await for_each(writes, in_turn, at_once=self._source.options.num_uploaders)
+        await for_each(writes, in_turn, at_once=self._opened.source.options.num_uploaders)
 
     async def _move(
         self, copied: ObjectCopy, spans: tuple[ByteRange, ...], writer: ObjectWriter
@@ -492,22 +478,6 @@ class _Copy:
         except ObjectNotFound as error:
             raise ChecksumMismatch(key=copied.key, detail="the object is missing") from error
 
-    async def _count(self, kind: CopyEventKind, copied: ObjectCopy) -> None:
-        report = self._report
-        if kind is CopyEventKind.COPIED:
-            self._report = msgspec.structs.replace(
-                report,
-                num_copied=report.num_copied + 1,
-                copied_bytes=report.copied_bytes + copied.size,
-            )
-        else:
-            self._report = msgspec.structs.replace(
-                report,
-                num_skipped=report.num_skipped + 1,
-                skipped_bytes=report.skipped_bytes + copied.size,
-            )
-        await self._report_event(kind, copied.key, copied.size)
-
     async def _report_event(self, kind: CopyEventKind, key: str = "", nbytes: int = 0) -> None:
         if kind in (CopyEventKind.MOVED, CopyEventKind.SKIPPED):
             self._done_bytes += nbytes
@@ -522,7 +492,7 @@ class _Copy:
                 total_bytes=self._total_bytes,
             )
             try:
-                await self._host.run_blocking(call_foreign, self._on_event, event)
+                await self._host.run_blocking(call_user_code, self._on_event, event)
             except Exception as error:
                 error.add_note("actorsnap: on_event of the copy raised this")
                 raise

@@ -13,8 +13,8 @@ import anyio
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.errors import FormatError, StorageError
 from actorsnap.format.layout import copy_claim_key, encode_copy_claim
-from actorsnap.runtime.garbage import Claims, find_attempts, find_claims, find_collectable
 from actorsnap.runtime.host import Host
+from actorsnap.runtime.maintenance import Claims, find_attempts, find_claims, find_collectable
 from actorsnap.storage.base import Storage
 
 __all__ = ["CopyClaim", "naming_side"]
@@ -89,8 +89,7 @@ class CopyClaim:
         """Raises ``StorageError`` if others may take this copy for dead."""
         if anyio.current_time() - self._renewed_s > _STALE_S / 2:
             raise self.refused(
-                "this copy stood still too long: another copy may have replaced it",
-                retryable=True,
+                "this copy stood still too long: another copy may have replaced it", retryable=True
             )
 
     async def withdraw(self) -> None:

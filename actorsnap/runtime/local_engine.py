@@ -36,8 +36,8 @@ from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
-from actorsnap.runtime.garbage import collect_garbage, find_resumable
 from actorsnap.runtime.location import open_location
+from actorsnap.runtime.maintenance import collect_garbage, find_resumable
 from actorsnap.runtime.save import Save
 from actorsnap.state.captured import Captured
 from actorsnap.storage.base import Capabilities, Storage

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from actorsnap.actors.budget import Budget
@@ -28,7 +28,6 @@ from actorsnap.state.tree import escape
 
 __all__ = [
     "begins_anew",
-    "fetch",
     "fetch_wanted",
     "get_manifest",
     "get_state_dict_for_key",
@@ -73,12 +72,7 @@ def begins_anew(
 
 @begins_anew
 def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]:
-    async def step(host: Host) -> tuple[Commit, dict[int, RankManifest]]:
-        async with source.opened(host, "read") as (_, reader, errands):
-            return await errands.run(source.index, reader)
-
-    index: tuple[Commit, dict[int, RankManifest]] = yield step
-    return index
+    return (yield from source.perform("read", lambda opened: source.index(opened.reader)))
 
 
 def load_view(source: Source, rank: int) -> Script[Index]:
@@ -119,8 +113,7 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
         hint = did_you_mean(key, by_key) or f"it has {', '.join(map(repr, sorted(by_key)))}"
         raise UsageError(f"the snapshot has no key {key!r}; {hint}")
     part = prepare(key, by_key[key], target=None, allow_pickle=source.options.allow_pickle)
-    yield lambda host: fetch(host, source, index, [part], owns_memory=True)
-    return part.build()
+    return (yield from _read(source, index, part))
 
 
 @begins_anew
@@ -149,24 +142,23 @@ def read_object(
     part = read_one(
         index.entries, path, out, source.options.allow_pickle, index.held_by_other_ranks
     )
-    yield lambda host: fetch(
-        host, source, index, [part], memory_budget_bytes, owns_memory=out is None
-    )
-    return part.build()
+    return (yield from _read(source, index, part, memory_budget_bytes, owns_memory=out is None))
 
 
-async def fetch(
-    host: Host,
+def _read(
     source: Source,
     index: Index,
-    parts: Sequence[KeyRestore],
+    part: KeyRestore,
     memory_budget_bytes: int | None = None,
     *,
-    owns_memory: bool = False,
-) -> None:
-    mark(parts)
-    wanted = [want for part in parts for want in part.memory.reads]
-    await fetch_wanted(host, source, index, wanted, memory_budget_bytes, owns_memory=owns_memory)
+    owns_memory: bool = True,
+) -> Script[Any]:
+    mark([part])
+    wanted = part.memory.reads
+    yield lambda host: fetch_wanted(
+        host, source, index, wanted, memory_budget_bytes, owns_memory=owns_memory
+    )
+    return part.build()
 
 
 def mark(parts: Iterable[KeyRestore]) -> None:
@@ -200,9 +192,8 @@ async def fetch_wanted(
     if requests:
         watch = observation or Observation("read")
         async with source.opened(host, "read", index.attempt, watch.on_retry) as opened:
-            storage, _, errands = opened
-            fetcher = source.fetcher(host, storage, recorder=watch.recorder, **changes)
+            fetcher = opened.fetcher(recorder=watch.recorder, **changes)
             if owns_memory:
-                await errands.run(fetcher.fetch, requests)
+                await opened.errands.run(fetcher.fetch, requests)
             else:
                 await fetcher.fetch(requests)

@@ -12,16 +12,14 @@ from dataclasses import dataclass
 
 import msgspec
 
-from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.commit import commit_alone
-from actorsnap.actors.snapshot_reader import SnapshotReader, find_commit, read_commits, read_intact
+from actorsnap.actors.snapshot_reader import find_commit, read_commits
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
     FormatError,
     NotASnapshot,
     ObjectExists,
-    ObjectNotFound,
     UsageError,
 )
 from actorsnap.format.layout import Attempt, manifest_key, parse_manifest_key
@@ -33,16 +31,15 @@ from actorsnap.format.manifest import (
     RankManifest,
     SaveRecord,
     decode_commit,
-    decode_lone_rank_manifest,
     encode_commit,
     features_in,
 )
 from actorsnap.log import Log
-from actorsnap.runtime.garbage import find_attempts, find_claims, find_collectable
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import check_flag, open_location
+from actorsnap.runtime.location import check_flag
+from actorsnap.runtime.maintenance import find_attempts, find_claims, find_collectable
 from actorsnap.runtime.process import host_id
-from actorsnap.runtime.source import MAX_SMALL_READS, Source
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened_storage
 from actorsnap.runtime.verify import DataCheck
 from actorsnap.storage.base import Storage, for_each
 
@@ -98,24 +95,17 @@ def recover(
     """Writes the commit object again. ``progress`` is as in ``verify``."""
 
     async def step(host: Host) -> RecoverReport | list[ActorSnapError]:
-        async with source.opened(host, "recover") as (storage, reader, errands):
-            job = _Recovery(host, source, storage, reader, errands, call)
+        async with source.opened(host, "recover") as opened:
+            errands = opened.errands
+            job = _Recovery(opened, call)
             found = await errands.run(job.find, progress)
             if isinstance(found, list):
                 return found
             commit, report = found
             # An unfinished write goes to the attempt's folder.
-            target = await open_location(
-                host,
-                source.location,
-                fsync=True,
-                run_blocking=errands.run_blocking,
-                scratch=commit.attempt,
-            )
-            try:
+            location, scratch = source.location, commit.attempt
+            async with opened_storage(host, location, errands, scratch=scratch) as target:
                 await errands.run(job.write, target, commit)
-            finally:
-                await errands.close(target.aclose)
             return report
 
     ended: RecoverReport | list[ActorSnapError] = yield step
@@ -160,20 +150,9 @@ class _Candidate:
 
 
 class _Recovery:
-    def __init__(
-        self,
-        host: Host,
-        source: Source,
-        storage: Storage,
-        reader: SnapshotReader,
-        errands: AbandonableTasks,
-        call: RecoverCall,
-    ) -> None:
-        self._host = host
-        self._source = source
-        self._storage = storage
-        self._reader = reader
-        self._run_blocking = errands.run_blocking
+    def __init__(self, opened: OpenSource, call: RecoverCall) -> None:
+        self._opened = opened
+        self._storage = opened.storage
         self._call = call
 
     async def find(
@@ -198,14 +177,7 @@ class _Recovery:
             decode_commit(encode_commit(commit))
         except ChecksumMismatch as error:
             return [error]  # raised inside ``opened``, it would look like a deleted snapshot
-        check = DataCheck(
-            self._source,
-            self._host,
-            self._storage,
-            self._run_blocking,
-            level="full",
-            progress=progress,
-        )
+        check = DataCheck(self._opened, level="full", progress=progress)
         if problems := await check.run(manifests, is_complete=True):
             return problems
         return commit, RecoverReport(
@@ -274,7 +246,7 @@ class _Recovery:
         """
         names = await find_attempts(self._storage)
         if not names:
-            await self._reader.commit()  # raises
+            await self._opened.reader.commit()  # raises
             await self._check_replaceable()  # raises if a commit came just now
         if self._call.attempt is not None:
             if self._call.attempt not in names:
@@ -313,11 +285,11 @@ class _Recovery:
         try:
             if not ranks:
                 raise NotASnapshot(
-                    key=self._source.location.display_url,
+                    key=self._opened.source.location.display_url,
                     detail=f"the attempt {name} has no rank manifest",
                     found="unfinished",
                 )
-            manifest, _ = await self._read(name, ranks[0])
+            manifest, _ = await self._opened.reader.lone_manifest(manifest_key(name, ranks[0]))
             save = None if isinstance(manifest.save, msgspec.UnsetType) else manifest.save
             self._check_ranks(name, ranks, save)
         except (FormatError, UsageError) as error:
@@ -360,7 +332,7 @@ class _Recovery:
         name = str(attempt)
         claims = await find_claims(self._storage, await find_attempts(self._storage))
         owners = [name, *claims.copies.get(name, ())]
-        dead = await find_collectable(self._host, owners)
+        dead = await find_collectable(self._opened.host, owners)
         for owner in owners:
             made_by = Attempt.parse(owner)
             if owner in dead or made_by is None:
@@ -377,27 +349,16 @@ class _Recovery:
                 "pass force=True (--force)"
             )
 
-    async def _read(self, name: str, rank: int) -> tuple[RankManifest, ManifestRecord]:
-        key = manifest_key(name, rank)
-
-        async def read() -> tuple[RankManifest, ManifestRecord]:
-            data = await self._storage.get(key)
-            return await self._run_blocking(decode_lone_rank_manifest, data, key)
-
-        try:
-            return await read_intact(self._storage, read)
-        except ObjectNotFound as error:
-            raise ChecksumMismatch(key=key, detail="the rank manifest is missing") from error
-
     async def _read_manifests(
         self, chosen: _Candidate
     ) -> tuple[list[RankManifest], tuple[ManifestRecord, ...], list[ActorSnapError]]:
+        reader, name = self._opened.reader, str(chosen.attempt)
         found: dict[int, tuple[RankManifest, ManifestRecord]] = {}
         problems: list[ActorSnapError] = []
 
         async def read(rank: int) -> None:
             try:
-                found[rank] = await self._read(str(chosen.attempt), rank)
+                found[rank] = await reader.lone_manifest(manifest_key(name, rank))
             except FormatError as error:
                 problems.append(error)
 

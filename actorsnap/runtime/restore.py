@@ -13,7 +13,7 @@ from actorsnap.errors import (
     ActorSnapError,
     IncompatibleState,
     RestoreAborted,
-    call_foreign,
+    call_user_code,
     describe,
     printable,
 )
@@ -35,13 +35,7 @@ from actorsnap.state.restore import KeyRestore
 from actorsnap.state.stateful import RNGState, loader, torch_complaints, validate_app_state
 from actorsnap.state.tree import escape, join
 
-__all__ = [
-    "RestorePlan",
-    "RestoreReport",
-    "plan_restore",
-    "restore",
-    "restore_by",
-]
+__all__ = ["RestorePlan", "RestoreReport", "plan_restore", "restore", "restore_by"]
 
 logger = Log(__name__)
 
@@ -119,15 +113,15 @@ def restore(
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
 
     def body(rounds: Rounds) -> Script[RestoreReport]:
-        return _observed_restore(rounds, source, app_state, strict)
+        return restore_by(rounds, source, app_state, strict=strict)
 
     return (yield from call_together(team, label, source.options, decisions, body))
 
 
-def _observed_restore(
-    rounds: Rounds, source: Source, app_state: AppState, strict: bool
+def restore_by(
+    rounds: Rounds, source: Source, app_state: AppState, *, strict: bool
 ) -> Script[RestoreReport]:
-    """Runs ``restore_by`` observed."""
+    """Runs this rank's part, observed."""
     observation = observe("restore", source.options)
     end = partial(
         observation.end,
@@ -136,9 +130,7 @@ def _observed_restore(
         world_size=1 if rounds.team is None else rounds.team.world_size,
     )
     try:
-        report = yield from restore_by(
-            rounds, source, app_state, strict=strict, observation=observation
-        )
+        report = yield from _restore(rounds, source, app_state, strict, observation)
     except Exception as error:
         yield partial(end, outcome="failed", error=describe(error))
         raise
@@ -150,25 +142,17 @@ def _observed_restore(
     return report
 
 
-def restore_by(
-    rounds: Rounds,
-    source: Source,
-    app_state: AppState,
-    *,
-    strict: bool,
-    observation: Observation | None = None,
+def _restore(
+    rounds: Rounds, source: Source, app_state: AppState, strict: bool, observation: Observation
 ) -> Script[RestoreReport]:
-    """Runs this rank's part: compares, reads, then loads key by key."""
+    """Compares, reads, then loads key by key."""
     check_flag("strict", strict)
-    observation = observation or Observation("restore")
     note = observation.caller.note
     compared, reads = yield from _compare(rounds, source, app_state, observation)
     plan = yield from _agree(rounds, compared, reads, strict=strict)
     note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
-    yield from rounds.perform(
-        lambda host, arrive: reads.read(host, plan, arrive, rounds.scope),
-    )
+    yield from rounds.perform(lambda host, arrive: reads.read(host, plan, arrive, rounds.scope))
     note(Wait.READS)
     states = compared.build()
     yield from rounds.arrive(then=Stage.LOAD)
@@ -242,7 +226,7 @@ def _state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:
         if isinstance(stateful, RNGState):
             return
         try:
-            states[key] = call_foreign(stateful.state_dict)
+            states[key] = call_user_code(stateful.state_dict)
         except Exception as error:
             error.add_note(f"actorsnap: state_dict() of {key!r} in the app state raised this")
             raise
@@ -289,7 +273,7 @@ def _load(
     def call(key: str) -> None:
         try:
             if key in compared.adapting:
-                left_out = call_foreign(
+                left_out = call_user_code(
                     _load_adapting,
                     *(key, loaders[key], states[key], compared.adapting[key]),
                     strict=strict,
@@ -298,7 +282,7 @@ def _load(
                 unexpected.extend(left_out.unexpected)
                 mismatched.extend(left_out.mismatched)
             else:
-                call_foreign(loaders[key], states[key])
+                call_user_code(loaders[key], states[key])
         except Exception as error:
             error.add_note(
                 f"actorsnap: load_state_dict() of {key!r} in the app state raised this; "

@@ -1,16 +1,24 @@
-"""The reads of each rank in a restore (``planning.shared_reads``)."""
+"""The reads of each rank in a restore (``planning.shared_reads``).
+
+Ranges wanted by several ranks are read once: each rank reads pieces and sends them to the others,
+only after every rank has read its own (a round of ``protocol.rounds``). So no rank waits for one
+whose storage has failed. Reading, sending and copying overlap. Each set and turn has its own
+``Broadcaster``: abandoned broadcasts are not confused with others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
 
+import anyio
 import numpy as np
 
+from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.budget import Purpose
 from actorsnap.actors.fetcher import FetcherPool, RangeRequest
-from actorsnap.actors.shared_reads import NUM_BUFFERS, SharedRange, SharedReadActor
 from actorsnap.format.manifest import Stored
 from actorsnap.options import chunk_within
 from actorsnap.planning.index import Index
@@ -31,10 +39,23 @@ from actorsnap.runtime.reading import fetch_wanted, mark
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Team
 from actorsnap.runtime.tracing import Observation
-from actorsnap.state.restore import KeyRestore, Wanted
+from actorsnap.state.restore import KeyRestore, Wanted, slice_stored
 from actorsnap.state.sources import ByteSink, HostMemory
+from actorsnap.storage.base import RunBlocking
 
-__all__ = ["RestoreReads"]
+__all__ = ["NUM_BUFFERS", "RestoreReads", "SharedRange", "SharedReadActor"]
+
+NUM_BUFFERS = 4
+"""Two for the rank's own pieces, of this round and the next; two for others'."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedRange:
+    """A range that all ranks of a set want, and its destinations here."""
+
+    stored: Stored
+    sinks: Sequence[ByteSink]
+
 
 _Common: TypeAlias = tuple[str, RankRanges]
 """A top-level key, and the ranks likely to want the same ranges."""
@@ -192,9 +213,9 @@ class RestoreReads:
         source, team, observation = self._source, self._team, self._observation
         assert team is not None
         pieces, rank = self._pieces(turn)
-        opened = source.opened(host, "read", self._index.attempt, observation.on_retry)
-        async with opened as (storage, _, errands):
-            fetcher = source.fetcher(host, storage, recorder=observation.recorder)
+        async with source.opened(host, "read", self._index.attempt, observation.on_retry) as opened:
+            errands = opened.errands
+            fetcher = opened.fetcher(recorder=observation.recorder)
             # One lease for all: a second one might wait for ever.
             lease = await host.resources.budget.lease(NUM_BUFFERS * piece_bytes, Purpose.READING)
             members = turn.members
@@ -247,3 +268,100 @@ def _slice(ranges: Sequence[Range], part: Part) -> Range:
 
 def _size(want: Wanted) -> int:
     return want.stored.stop - want.stored.start
+
+
+@dataclass(eq=False, kw_only=True)
+class SharedReadActor:
+    """One rank's part in the reads of a set.
+
+    Args:
+        ranges: In the same order on all ranks.
+        rank: Position of this rank in the set.
+        memory: ``NUM_BUFFERS`` times the bytes of the largest piece.
+        run_blocking: Copies pieces; always awaited, as the memory is the caller's.
+    """
+
+    ranges: Sequence[SharedRange]
+    pieces: Sequence[Sequence[Sequence[Part]]]
+    rank: int
+    memory: memoryview
+    read: Callable[[Sequence[tuple[Stored, memoryview]]], Awaitable[None]]
+    peers: Broadcaster
+    arrive: Callable[[], Awaitable[object]]
+    run_blocking: RunBlocking
+    errands: AbandonableTasks
+
+    def __post_init__(self) -> None:
+        size = len(self.memory) // NUM_BUFFERS
+        buffers = [self.memory[at * size : (at + 1) * size] for at in range(NUM_BUFFERS)]
+        self._own, self._theirs = buffers[:2], buffers[2:]
+        self._error: Exception | None = None
+
+    async def run(self) -> None:
+        """Fills every sink.
+
+        Raises:
+            ChecksumMismatch, StorageError: Reading failed on this rank; raised after the pieces
+                that others wait for are sent.
+        Cancellation: Sinks hold any mixture. ``memory`` may be in use by errands.
+        """
+        if self.pieces:
+            await self.errands.run(self._read_own, 0)
+        for number in range(len(self.pieces)):
+            await self.arrive()
+            async with anyio.create_task_group() as tasks:
+                if number + 1 < len(self.pieces):
+                    tasks.start_soon(self._read_ahead, number + 1)
+                if number == 0:
+                    # Not earlier: after a failed read, the others would wait here too.
+                    await self.errands.run(self.peers.meet)
+                await self._exchange(number)
+            if self._error is not None:
+                raise self._error
+
+    async def _read_ahead(self, number: int) -> None:
+        try:
+            await self.errands.run(self._read_own, number)
+        except Exception as error:
+            self._error = error
+
+    async def _read_own(self, number: int) -> None:
+        memory, at = self._own[number % 2], 0
+        wanted: list[tuple[Stored, memoryview]] = []
+        for part in self.pieces[number][self.rank]:
+            stored = self.ranges[part.request].stored
+            nbytes = part.stop - part.start
+            wanted.append((slice_stored(stored, part.start, part.stop), memory[at : at + nbytes]))
+            at += nbytes
+        await self.read(wanted)
+
+    async def _exchange(self, number: int) -> None:
+        """Sends and receives the pieces of a round; copies each while the next one travels."""
+        previous: tuple[Sequence[Part], memoryview] | None = None
+        for source, parts in enumerate(self.pieces[number]):
+            memory = self._memory(number, source, parts)
+            if not memory:
+                continue
+            async with anyio.create_task_group() as tasks:
+                if previous is not None:
+                    tasks.start_soon(self.run_blocking, self._deliver, *previous)
+                await self.errands.run(self.peers.broadcast, memory, source)
+            previous = parts, memory
+        if previous is not None:
+            await self.run_blocking(self._deliver, *previous)
+
+    def _memory(self, number: int, source: int, parts: Sequence[Part]) -> memoryview:
+        nbytes = sum(part.stop - part.start for part in parts)
+        if source == self.rank:
+            return self._own[number % 2][:nbytes]
+        if nbytes:
+            self._theirs.reverse()  # the other buffer may still be copied from
+        return self._theirs[0][:nbytes]
+
+    def _deliver(self, parts: Sequence[Part], memory: memoryview) -> None:
+        at = 0
+        for part in parts:
+            end = at + part.stop - part.start
+            for sink in self.ranges[part.request].sinks:
+                sink.copy_from(part.start, memory[at:end])
+            at = end

@@ -2,38 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import (
-    AsyncIterator,
-    Iterator,
-)
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import anyio
 
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.actors.fetcher import FetcherPool
 from actorsnap.actors.snapshot_reader import SnapshotReader
-from actorsnap.errors import (
-    ActorSnapError,
-    ChecksumMismatch,
-    FormatError,
-    StorageError,
-)
+from actorsnap.errors import ActorSnapError, ChecksumMismatch, FormatError, StorageError
 from actorsnap.format.foreign import HEAD_BYTES
 from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
-from actorsnap.runtime.host import Host
+from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, OnRetry, open_location
-from actorsnap.storage.base import RunBlocking, Storage, for_each
-from actorsnap.storage.registry import (
-    folder_and_name,
-)
+from actorsnap.storage.base import Storage, for_each
+from actorsnap.storage.registry import folder_and_name
 
-__all__ = ["MAX_SMALL_READS", "Source"]
+__all__ = ["MAX_SMALL_READS", "OpenSource", "Source", "opened_storage"]
+
+T = TypeVar("T")
 
 MAX_SMALL_READS = 16
 """Maximum number of concurrent requests for small objects."""
@@ -45,6 +38,35 @@ class _Cache:
 
     index: tuple[Commit, dict[int, RankManifest]] | None = None
     views: dict[int, Index] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSource:
+    """An opened ``Source``, for one operation.
+
+    Attributes:
+        errands: Runs work that does not write to the caller's memory: only errands can be abandoned
+            if the storage hangs.
+    """
+
+    host: Host
+    source: Source
+    storage: Storage
+    reader: SnapshotReader
+    errands: AbandonableTasks
+
+    def fetcher(self, **changes: Any) -> FetcherPool:
+        options, budget = self.source.options, self.host.resources.budget
+        pool = FetcherPool(
+            self.storage,
+            run_blocking=self.host.run_blocking,
+            budget=budget,
+            verify=options.verify,
+            chunk_bytes=chunk_within(options.chunk_bytes, budget.limit_bytes),
+            max_gap_bytes=options.max_gap_bytes,
+            num_fetchers=options.num_uploaders,
+        )
+        return replace(pool, **changes)
 
 
 class Source:
@@ -76,16 +98,9 @@ class Source:
 
     @asynccontextmanager
     async def opened(
-        self,
-        host: Host,
-        op: str,
-        attempt: str | None = None,
-        on_retry: OnRetry | None = None,
-    ) -> AsyncIterator[tuple[Storage, SnapshotReader, AbandonableTasks]]:
+        self, host: Host, op: str, attempt: str | None = None, on_retry: OnRetry | None = None
+    ) -> AsyncIterator[OpenSource]:
         """Opens the storage for one operation within ``timeout_s``, which those of a call share.
-
-        Work that does not write to the caller's memory runs as an errand: only errands can be
-        abandoned if the storage hangs.
 
         Args:
             op: For messages.
@@ -101,30 +116,22 @@ class Source:
         host.resources.set_budget(self.options.memory_budget_bytes)
         async with _errands(host, f"{op} {self.location.display_url}", on_retry) as errands:
             with anyio.CancelScope(deadline=self._begin()) as scope:
-                run_blocking = errands.run_blocking
-                storage = await open_location(
-                    host,
-                    self.location,
-                    fsync=True,
-                    run_blocking=run_blocking,
-                    on_retry=errands.note_retry,
-                )
-
-                async def read_head() -> bytes | None:
-                    return await self._read_head(host, run_blocking)
-
-                reader = SnapshotReader(storage, run_blocking, attempt, read_head)
-                try:
-                    with self.naming():
-                        yield storage, reader, errands
-                except Exception as error:
-                    if _is_damage(error):
-                        await errands.run(reader.check_replaced)
-                    if what := await errands.run(reader.explain, error):
-                        raise what from error
-                    raise
-                finally:
-                    await errands.close(storage.aclose)
+                async with opened_storage(host, self.location, errands) as storage:
+                    reader = SnapshotReader(
+                        storage,
+                        errands.run_blocking,
+                        attempt,
+                        partial(self._read_head, host, errands),
+                    )
+                    try:
+                        with self.naming():
+                            yield OpenSource(host, self, storage, reader, errands)
+                    except Exception as error:
+                        if _is_damage(error):
+                            await errands.run(reader.check_replaced)
+                        if what := await errands.run(reader.explain, error):
+                            raise what from error
+                        raise
         if scope.cancelled_caught:
             raise StorageError(
                 op=op,
@@ -136,21 +143,26 @@ class Source:
                 retryable=True,
             )
 
-    async def _read_head(self, host: Host, run_blocking: RunBlocking) -> bytes | None:
+    def perform(self, op: str, work: Callable[[OpenSource], Awaitable[T]]) -> Script[T]:
+        """Runs ``work`` as an errand of one operation."""
+
+        async def step(host: Host) -> T:
+            async with self.opened(host, op) as opened:
+                return await opened.errands.run(work, opened)
+
+        result: T = yield step
+        return result
+
+    async def _read_head(self, host: Host, errands: AbandonableTasks) -> bytes | None:
         """Returns the first bytes of a file with this exact URL, if any."""
         parts = folder_and_name(self.location.url)
         if parts is None:
             return None
         folder, name = parts
         try:
-            beside = await open_location(
-                host, replace(self.location, url=folder), fsync=False, run_blocking=run_blocking
-            )
-            try:
+            async with opened_storage(host, replace(self.location, url=folder), errands) as beside:
                 size = (await beside.stat(name)).size
                 return await beside.get(name, 0, min(size, HEAD_BYTES))
-            finally:
-                await beside.aclose()
         except ActorSnapError:
             return None
 
@@ -189,18 +201,24 @@ class Source:
             found = views[rank] = index_of(manifests, rank=rank)
         return found
 
-    def fetcher(self, host: Host, storage: Storage, **changes: Any) -> FetcherPool:
-        settings: dict[str, Any] = {
-            "run_blocking": host.run_blocking,
-            "budget": host.resources.budget,
-            "verify": self.options.verify,
-            "chunk_bytes": chunk_within(
-                self.options.chunk_bytes, host.resources.budget.limit_bytes
-            ),
-            "max_gap_bytes": self.options.max_gap_bytes,
-            "num_fetchers": self.options.num_uploaders,
-        }
-        return FetcherPool(storage, **(settings | changes))
+
+@asynccontextmanager
+async def opened_storage(
+    host: Host, location: Location, errands: AbandonableTasks, *, scratch: str = ""
+) -> AsyncIterator[Storage]:
+    """Opens a storage whose calls are errands; see ``open_location``."""
+    storage = await open_location(
+        host,
+        location,
+        fsync=True,
+        run_blocking=errands.run_blocking,
+        scratch=scratch,
+        on_retry=errands.note_retry,
+    )
+    try:
+        yield storage
+    finally:
+        await errands.close(storage.aclose)
 
 
 @asynccontextmanager

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 
 from actorsnap.actors.fetcher import RangeRequest
-from actorsnap.actors.snapshot_reader import SnapshotReader, read_intact
+from actorsnap.actors.snapshot_reader import read_intact
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
@@ -33,12 +33,12 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.index import holes
 from actorsnap.planning.restore import check_chunks
-from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.host import Script
 from actorsnap.runtime.reading import begins_anew
-from actorsnap.runtime.source import MAX_SMALL_READS, Source
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
 from actorsnap.state.sources import HostMemory
 from actorsnap.state.trial import Doubtful, try_manifests
-from actorsnap.storage.base import RunBlocking, Storage, for_each
+from actorsnap.storage.base import for_each
 
 __all__ = ["DataCheck", "VerifyReport", "verify"]
 
@@ -80,25 +80,6 @@ class _NullSink:
         self._count(len(data))
 
 
-class _Meter:
-    """Adds up worker threads' bytes for the caller's ``progress``."""
-
-    def __init__(self, progress: Callable[[int, int], None] | None) -> None:
-        self._progress = progress
-        self._lock = threading.Lock()
-        self.done = self.total = 0
-
-    def begin(self, total: int) -> None:
-        self.total = total
-        self.add(0)
-
-    def add(self, nbytes: int) -> None:
-        with self._lock:
-            self.done += nbytes
-            if self._progress is not None:
-                self._progress(self.done, self.total)
-
-
 @begins_anew
 def verify(
     source: Source, *, level: str, progress: Callable[[int, int], None] | None = None
@@ -107,13 +88,8 @@ def verify(
     if level not in ("quick", "full"):
         raise UsageError(f'level must be "quick" or "full", not {level!r}')
 
-    async def step(host: Host) -> VerifyReport:
-        async with source.opened(host, "verify") as (storage, reader, errands):
-            return await errands.run(perform, host, storage, reader, errands.run_blocking)
-
-    async def perform(
-        host: Host, storage: Storage, reader: SnapshotReader, run_blocking: RunBlocking
-    ) -> VerifyReport:
+    async def perform(opened: OpenSource) -> VerifyReport:
+        reader = opened.reader
         commit = await reader.commit()
         problems: list[ActorSnapError] = []
         manifests: dict[str, RankManifest] = {}
@@ -125,7 +101,7 @@ def verify(
                 problems.append(error)
 
         await for_each(commit.manifests, read, at_once=MAX_SMALL_READS)
-        check = DataCheck(source, host, storage, run_blocking, level=level, progress=progress)
+        check = DataCheck(opened, level=level, progress=progress)
         problems += await check.run(
             [manifests[r.key] for r in commit.manifests if r.key in manifests],
             is_complete=len(manifests) == len(commit.manifests),
@@ -139,15 +115,13 @@ def verify(
             problems=tuple(problems),
         )
 
-    report: VerifyReport = yield step
-    return report
+    return (yield from source.perform("verify", perform))
 
 
 class DataCheck:
     """Compares stored data with rank manifests.
 
     Args:
-        storage: Open; the caller closes it.
         level, progress: See ``verify``.
 
     Attributes:
@@ -156,23 +130,17 @@ class DataCheck:
     """
 
     def __init__(
-        self,
-        source: Source,
-        host: Host,
-        storage: Storage,
-        run_blocking: RunBlocking,
-        *,
-        level: str,
-        progress: Callable[[int, int], None] | None,
+        self, opened: OpenSource, *, level: str, progress: Callable[[int, int], None] | None
     ) -> None:
-        self._url = source.location.display_url
-        self._storage = storage
-        self._run_blocking = run_blocking
+        self._opened = opened
+        self._run_blocking = run_blocking = opened.errands.run_blocking
         self._level = level
-        self._meter = _Meter(progress)
-        self._pool = source.fetcher(host, storage, verify=True, run_blocking=run_blocking)
-        self._unverified = source.fetcher(host, storage, verify=False, run_blocking=run_blocking)
+        self._progress = progress
+        self._pool = opened.fetcher(verify=True, run_blocking=run_blocking)
+        self._unverified = opened.fetcher(verify=False, run_blocking=run_blocking)
         self._held: dict[str, _HeldObject] = {}
+        self._lock = threading.Lock()
+        self._done_bytes = self._total_bytes = 0
         self.num_objects = 0
         self.nbytes = 0
 
@@ -195,8 +163,8 @@ class DataCheck:
         held = self._held.values()
         if is_complete:
             problems += await self._run_blocking(lambda: [*holes(manifests), *_gaps(held)])
-        total = sum(at.stop - at.start for each in held for _, at in each.leaves)
-        await self._run_blocking(self._meter.begin, total)
+        self._total_bytes = sum(at.stop - at.start for each in held for _, at in each.leaves)
+        await self._run_blocking(self._count, 0)
         num_checked = 0
 
         async def check(record: ObjectRecord) -> None:
@@ -213,27 +181,24 @@ class DataCheck:
             except FormatError as error:
                 problems.append(error)
             except BaseExceptionGroup as group:
-                damage, other = group.split(FormatError)
-                if damage is None or other is not None:
-                    raise
-                problems.append(_flatten_group(damage)[0])
+                problems.append(_damage_in(group)[0])
 
         records = [each.record for each in held]
         # The pool limits concurrent reads.
-        parallel_objects = self._storage.capabilities.preferred_parallel_objects
+        parallel_objects = self._opened.storage.capabilities.preferred_parallel_objects
         at_once = parallel_objects if self._level == "full" else MAX_SMALL_READS
         await for_each(records, check, at_once=at_once)
         self.num_objects = len(records)
-        meter = self._meter
+        done, total = self._done_bytes, self._total_bytes
         if not problems and (
-            num_checked != len(records) or (self._level == "full" and meter.done < meter.total)
+            num_checked != len(records) or (self._level == "full" and done < total)
         ):
             raise StorageError(
                 op="verify",
                 key="",
-                backend=self._url,
-                detail=f"only {num_checked} of {len(records)} objects and {meter.done} of "
-                f"{meter.total} bytes were compared, and nothing failed",
+                backend=self._opened.source.location.display_url,
+                detail=f"only {num_checked} of {len(records)} objects and {done} of "
+                f"{total} bytes were compared, and nothing failed",
             )
         if self._level == "full" and is_complete:
             trial = await self._run_blocking(try_manifests, dict(enumerate(manifests)))
@@ -246,6 +211,13 @@ class DataCheck:
             await for_each(trial.doubtful, build, at_once=1)
         return problems
 
+    def _count(self, nbytes: int) -> None:
+        """Adds up worker threads' bytes for the caller's ``progress``."""
+        with self._lock:
+            self._done_bytes += nbytes
+            if self._progress is not None:
+                self._progress(self._done_bytes, self._total_bytes)
+
     async def _build(self, leaf: Doubtful) -> list[FormatError]:
         """Returns why the leaf cannot be built; empty if it can."""
         try:
@@ -257,10 +229,7 @@ class DataCheck:
         except FormatError as error:
             found: list[Any] = [error]
         except BaseExceptionGroup as group:
-            damage, other = group.split(FormatError)
-            if damage is None or other is not None:
-                raise
-            found = _flatten_group(damage)
+            found = _damage_in(group)
         else:
             return []
         # Mismatches are already reported, per object.
@@ -269,9 +238,9 @@ class DataCheck:
     async def _check(self, record: ObjectRecord) -> None:
         await self._check_sizes(record)
         if self._level == "full":
-            await read_intact(self._storage, lambda: self._check_header(record))
+            await read_intact(self._opened.storage, lambda: self._check_header(record))
             requests = [
-                RangeRequest(manifest, at, _NullSink(at.stop - at.start, self._meter.add))
+                RangeRequest(manifest, at, _NullSink(at.stop - at.start, self._count))
                 for manifest, at in self._held[record.key].leaves
             ]
             await self._pool.fetch(requests)
@@ -279,10 +248,10 @@ class DataCheck:
 
     async def _check_sizes(self, record: ObjectRecord) -> None:
         if record.chunks:  # many keys
-            listed = self._storage.list(f"{record.key}/")
+            listed = self._opened.storage.list(f"{record.key}/")
             found = {info.key: info.size async for info in listed}
         else:
-            found = {record.key: (await self._storage.stat(record.key)).size}
+            found = {record.key: (await self._opened.storage.stat(record.key)).size}
         for key, size in self._held[record.key].stored.items():
             if key not in found:
                 raise ChecksumMismatch(key=key, detail="the object is missing")
@@ -298,7 +267,7 @@ class DataCheck:
 
     async def _read_header(self, record: ObjectRecord) -> bytes:
         if not record.chunks:
-            return await self._storage.get(record.key, 0, record.header_bytes)
+            return await self._opened.storage.get(record.key, 0, record.header_bytes)
         header = np.empty(record.header_bytes, np.uint8)
         sink = HostMemory(header.ctypes.data, len(header), header)
         manifest, number = self._held[record.key].opener()
@@ -377,11 +346,12 @@ def _gaps(held: Iterable[_HeldObject]) -> Iterator[FormatError]:
                 yield error
 
 
-def _flatten_group(group: BaseExceptionGroup[Any]) -> list[Any]:
+def _damage_in(group: BaseExceptionGroup[Any]) -> list[Any]:
+    """Returns the format errors of a group; raises it if there are others."""
+    damage, other = group.split(FormatError)
+    if damage is None or other is not None:
+        raise group
     found: list[Any] = []
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            found.extend(_flatten_group(error))
-        else:
-            found.append(error)
+    for error in damage.exceptions:
+        found += _damage_in(error) if isinstance(error, BaseExceptionGroup) else [error]
     return found

@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actorsnap.errors import UsageError, call_foreign, printable, text_of
+from actorsnap.errors import UsageError, call_user_code, printable, text_of
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     CompositeEntry,
@@ -146,7 +146,7 @@ def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, A
     try:
         for key in sorted(app_state, key=lambda key: (key not in generators, key)):
             try:
-                states[key] = call_foreign(app_state[key].state_dict)
+                states[key] = call_user_code(app_state[key].state_dict)
             except Exception as error:
                 error.add_note(f"actorsnap: state_dict() of {key!r} in the app state raised this")
                 if is_alone:

@@ -381,9 +381,7 @@ def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> Stora
     reason = error.strerror or str(error)
 
     def make(kind: type[StorageError], detail: str) -> StorageError:
-        return kind(
-            op=op, key=key, backend=root, detail=detail, retryable=number in _RETRYABLE or None
-        )
+        return kind(op=op, key=key, backend=root, detail=detail, retryable=number in _RETRYABLE)
 
     if number == errno.ENOENT:
         return make(ObjectNotFound, "no such object")

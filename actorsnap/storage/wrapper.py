@@ -360,8 +360,7 @@ def _own_error(error: BaseException, *, op: str, key: str, backend: str) -> Acto
         return UsageError(detail)
     if type(leaf).__name__ == "CancelledError":
         detail += " although nobody cancelled the call: was its client closed?"
-    retryable: bool | None = isinstance(leaf, ConnectionError | TimeoutError) or None
-    kind = StorageError
+    kind, retryable = StorageError, isinstance(leaf, ConnectionError | TimeoutError)
     if own is not None and issubclass(own, StorageError):
         kind, retryable = own, attribute_of(leaf, "retryable") is True
     elif isinstance(leaf, OSError):

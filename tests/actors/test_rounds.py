@@ -14,7 +14,6 @@ import trio.testing
 
 from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.actors.rounds import CoordinatorActor, ParticipantActor
-from actorsnap.actors.shared_reads import NUM_BUFFERS, SharedRange, SharedReadActor
 from actorsnap.errors import ActorSnapError, RestoreAborted, StorageError
 from actorsnap.format.checksum import block_checksums, choose_block_bytes
 from actorsnap.format.manifest import Stored
@@ -37,6 +36,7 @@ from actorsnap.protocol.failure import (
     restore_aborted,
 )
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
+from actorsnap.runtime.shared_reads import NUM_BUFFERS, SharedRange, SharedReadActor
 from actorsnap.state.sources import HostMemory
 from actorsnap.transport.ends import Message, PeerLost, RelayedCoordinator, RelayedEnds
 
@@ -283,7 +283,7 @@ class Passing:
             everybody.set()
         await everybody.wait()
 
-    def of(self, rank: int) -> Peer:
+    def of(self, rank: int) -> Any:
         return Peer(self, rank)
 
     @property
@@ -292,7 +292,7 @@ class Passing:
 
 
 class Peer(NamedTuple):
-    """One rank's ``Peers``."""
+    """One rank's end, in place of its ``Broadcaster``."""
 
     passing: Passing
     rank: int

@@ -190,7 +190,7 @@ def source_at(path: Path) -> Source:
     return Source(make_location(str(path), None), FAST)
 
 
-async def collect(path: Path, **how: Any) -> maintenance.CollectReport:
+async def collect(path: Path, **how: Any) -> maintenance.Collected:
     return await run_async(maintenance.collect(source_at(path), **{"force": False, **how}))
 
 

@@ -74,7 +74,7 @@ async def objects(url: object) -> dict[str, bytes]:
 async def collect(url: str, *, force: bool = False) -> list[str]:
     """What ``actorsnap rm --garbage`` deletes."""
     source = Source(make_location(url, None), Options())
-    return (await run_async(maintenance.collect(source, force=force))).deleted
+    return list((await run_async(maintenance.collect(source, force=force))).deleted)
 
 
 async def attempt_at(url: str) -> str:

@@ -77,7 +77,7 @@ def test_on_the_command_line(damaged: Path) -> None:
     assert asyncio.run(leftovers(damaged)) == []
 
 
-def collect(url: Path, *, force: bool = False) -> maintenance.CollectReport:
+def collect(url: Path, *, force: bool = False) -> maintenance.Collected:
     source = Source(location.make_location(str(url), None), FAST)
     return run_sync(maintenance.collect(source, force=force), name="collect")
 

@@ -284,7 +284,7 @@ def test_objects_that_vanish_before_the_commit(tmp_path: Path, when: str) -> Non
     assert decode_commit((url / COMMIT_KEY).read_bytes()) == before
 
 
-def collected(url: object, **how: Any) -> maintenance.CollectReport:
+def collected(url: object, **how: Any) -> maintenance.Collected:
     source = Source(make_location(str(url), None), FAST)
     return run_sync(maintenance.collect(source, **{"force": False, **how}), name="collect")
 

@@ -13,7 +13,7 @@ import torch
 
 from actorsnap import ActorSnapError, ObjectExists, Options, Snapshot, SnapshotAborted, StateDict
 from actorsnap.errors import UsageError
-from actorsnap.runtime import garbage
+from actorsnap.runtime import maintenance
 from actorsnap.storage.base import ObjectWriter, Storage, num_bytes
 from actorsnap.storage.memory import MemoryStorage, forget_space
 from actorsnap.storage.registry import find_opener
@@ -212,7 +212,7 @@ async def test_a_save_that_runs_is_not_resumed(url: str) -> None:
 def on_another_host() -> Iterator[None]:
     """Within, saves of this process look like those of another one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(garbage, "host_id", lambda: "0" * 8)
+        patch.setattr(maintenance, "host_id", lambda: "0" * 8)
         yield
 
 

@@ -18,7 +18,7 @@ from actorsnap.planning.copy import (
     CopyPlan,
     ObjectCopy,
     plan_copy,
-    sort_leftovers,
+    reusable,
     split_writes,
 )
 from actorsnap.planning.index import holes
@@ -110,9 +110,8 @@ def test_bytes_without_a_checksum_are_refused(manifests: list[RankManifest], say
 def test_only_what_was_noted_as_complete_is_kept() -> None:
     data = tuple([ObjectCopy(key=key, size=8, head=ByteRange(0, 8, 0)) for key in "abcd"])
     found = {"a": 8, "b": 8, "c": 7, "other": 8}
-    leftovers = sort_leftovers(CopyPlan(data=data, manifests=()), found, ["a", "c", "d", "other"])
-    assert leftovers.complete == {"a"}
-    assert leftovers.others == ("b", "c", "other", "d")
+    plan = CopyPlan(data=data, manifests=())
+    assert reusable(plan, found, ["a", "c", "d", "other"]) == {"a"}
 
 
 def test_holes_are_found_over_all_ranks() -> None:

@@ -2,12 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import asyncio
+import time
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import pytest
 
 from actorsnap.format.layout import Attempt
-from actorsnap.planning.garbage import MAX_ATTEMPT_S, collectable, resumable, unclaimed
+from actorsnap.runtime import maintenance
+from actorsnap.runtime.maintenance import (
+    MAX_ATTEMPT_S,
+    find_collectable,
+    find_resumable,
+    unclaimed,
+)
+
+T = TypeVar("T")
 
 NOW = 1_800_000_000.0
+
+
+class Host:
+    """The part of a ``Host`` that is asked. The process with id 1 runs."""
+
+    resources = SimpleNamespace(attempts=SimpleNamespace(may_run=lambda attempt: attempt.pid == 1))
+
+    async def run_blocking(self, fn: Callable[..., T]) -> T:
+        return fn()
+
+
+HOST: Any = Host()
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(maintenance, "host_id", lambda: "a" * 8)
+    monkeypatch.setattr(time, "time", lambda: NOW)
 
 
 def name(*, age_s: int = 0, host: str = "aaaaaaaa", pid: int = 1) -> str:
@@ -15,13 +47,7 @@ def name(*, age_s: int = 0, host: str = "aaaaaaaa", pid: int = 1) -> str:
 
 
 def collect(*attempts: str, superseded: Collection[str] = ()) -> list[str]:
-    return collectable(
-        attempts,
-        now_s=NOW,
-        host="aaaaaaaa",
-        may_run=lambda attempt: attempt.pid == 1,
-        superseded=superseded,
-    )
+    return asyncio.run(find_collectable(HOST, attempts, superseded))
 
 
 def test_a_running_attempt_is_kept() -> None:
@@ -54,9 +80,11 @@ def test_what_a_running_copy_claims_is_kept() -> None:
 
 
 def resume(*attempts: str, committed: str | None = None) -> list[str]:
-    return resumable(
-        attempts, host="aaaaaaaa", may_run=lambda attempt: attempt.pid == 1, committed=committed
-    )
+    async def list_folders() -> list[str]:
+        return list(attempts)
+
+    storage: Any = SimpleNamespace(list_folders=list_folders)
+    return list(asyncio.run(find_resumable(HOST, storage, committed)))
 
 
 def test_dead_attempts_are_resumed_the_newest_first() -> None:
