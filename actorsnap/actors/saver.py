@@ -48,8 +48,7 @@ from actorsnap.protocol.save import (
     encode,
 )
 from actorsnap.release import RELEASE
-from actorsnap.state.captured import Captured
-from actorsnap.state.sources import HostMemory
+from actorsnap.state.sources import Captured, HostMemory
 from actorsnap.storage.base import Storage
 from actorsnap.storage.foreign_errors import ends_this_task
 from actorsnap.transport.ends import ParticipantEnd

@@ -16,7 +16,7 @@ import anyio
 from actorsnap.actors.abandonable import AbandonableTasks
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import Part
-from actorsnap.state.restore import slice_stored
+from actorsnap.state.restore.allocation import slice_stored
 from actorsnap.state.sources import ByteSink
 from actorsnap.storage.base import RunBlocking
 

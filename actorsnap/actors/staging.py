@@ -14,8 +14,7 @@ from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder, Row, Wait, Work
 from actorsnap.planning.packing import Chunk, ObjectPlan
-from actorsnap.state.captured import Leaf
-from actorsnap.state.sources import ByteSource, PartSource, gather
+from actorsnap.state.sources import ByteSource, Leaf, PartSource, gather
 from actorsnap.storage.base import RunBlocking
 
 __all__ = ["StagingActor"]

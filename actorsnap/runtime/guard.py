@@ -10,7 +10,7 @@ from typing import Any, Self
 
 from actorsnap.actors.fence import Fence, Watch
 from actorsnap.runtime.host import Host
-from actorsnap.state.step_hooks import StepHook, check_optimizer
+from actorsnap.state.lazy import StepHook, check_optimizer
 
 __all__ = ["Guard", "was_guarded"]
 

@@ -16,14 +16,10 @@ from actorsnap.planning.index import Index, named_entries, named_ranks
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.tracing import Observation
-from actorsnap.state.restore import (
-    KeyRestore,
-    Wanted,
-    entries_by_key,
-    mark_written,
-    prepare,
-    read_one,
-)
+from actorsnap.state.restore.aliasing import mark_written
+from actorsnap.state.restore.allocation import Wanted
+from actorsnap.state.restore.build import KeyRestore, prepare, read_one
+from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.tree import escape
 
 __all__ = [

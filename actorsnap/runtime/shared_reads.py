@@ -31,7 +31,8 @@ from actorsnap.runtime.reading import fetch_wanted, mark
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Team
 from actorsnap.runtime.tracing import Observation
-from actorsnap.state.restore import KeyRestore, Wanted
+from actorsnap.state.restore.allocation import Wanted
+from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.sources import ByteSink, HostMemory
 
 __all__ = ["RestoreReads"]

@@ -47,9 +47,9 @@ from actorsnap.runtime.validation import (
 )
 from actorsnap.state import devices
 from actorsnap.state.capture import capture
-from actorsnap.state.captured import Captured
 from actorsnap.state.lazy import find_lazy
 from actorsnap.state.process_group import global_rank, likely_ranks
+from actorsnap.state.sources import Captured
 from actorsnap.storage.registry import find_opener, is_ready, is_shared
 
 __all__ = ["TakeCall", "await_pending", "await_staged", "guard", "take", "warm_up"]

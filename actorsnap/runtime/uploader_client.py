@@ -54,7 +54,7 @@ from actorsnap.protocol.uploader import (
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.link import Link
 from actorsnap.runtime.structure import Described
-from actorsnap.state.captured import Captured
+from actorsnap.state.sources import Captured
 
 __all__ = ["HandedSave", "Uploader", "find_uploader"]
 

@@ -27,12 +27,11 @@ from actorsnap.log import Log
 from actorsnap.planning.inventory import Sharded, ranks_digest
 from actorsnap.planning.packing import Item
 from actorsnap.state import devices, objects, sharing
-from actorsnap.state.captured import Captured, Leaf, Part
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.distributed import Describer, Replica, Replication, Sharding, replication
 from actorsnap.state.optim import ModelState, class_names, plain_name, submodules_of
 from actorsnap.state.sharing import Region, memory_of, region_of
-from actorsnap.state.sources import ByteSource, HostMemory
+from actorsnap.state.sources import ByteSource, Captured, HostMemory, Leaf, Part
 from actorsnap.state.stateful import RNGState, validate_app_state
 from actorsnap.state.tensors import (
     DTYPE_NAMES,

@@ -20,8 +20,10 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.index import AnyEntry
 from actorsnap.state.capture import capture
-from actorsnap.state.captured import Captured, Leaf
-from actorsnap.state.restore import KeyRestore, Wanted, entries_by_key, prepare
+from actorsnap.state.restore.allocation import Wanted
+from actorsnap.state.restore.build import KeyRestore, prepare
+from actorsnap.state.restore.match import entries_by_key
+from actorsnap.state.sources import Captured, Leaf
 from actorsnap.state.stateful import StateDict
 
 _HEADER = 4096

@@ -11,7 +11,8 @@ import torch
 
 from actorsnap.errors import FormatError
 from actorsnap.format.manifest import TensorEntry
-from actorsnap.state.restore import destination, find_conflicts, mark_written, prepare
+from actorsnap.state.restore.aliasing import destination, find_conflicts, mark_written
+from actorsnap.state.restore.build import prepare
 from actorsnap.state.tensors import DTYPES, ClippedSink, ExtentSink, sink_of
 from tests.state.stored import store
 
