@@ -199,7 +199,7 @@ class _Comparer:
         self, key: str, *, is_fresh: bool = False, unshared: Iterable[str] = ()
     ) -> KeyRestore:
         return prepare(
-            key,
+            escape(key),
             self._entries[key],
             target=None if is_fresh else self._states[key],
             allow_pickle=self._options.allow_pickle,

@@ -114,7 +114,7 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
                 )
         hint = did_you_mean(key, by_key) or f"it has {', '.join(map(repr, sorted(by_key)))}"
         raise UsageError(f"the snapshot has no key {key!r}; {hint}")
-    part = prepare(key, by_key[key], target=None, allow_pickle=source.options.allow_pickle)
+    part = prepare(escape(key), by_key[key], target=None, allow_pickle=source.options.allow_pickle)
     yield lambda host: fetch(host, source, index, [part], owns_memory=True)
     return part.build()
 

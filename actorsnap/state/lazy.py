@@ -320,8 +320,6 @@ _Place: TypeAlias = tuple[torch.Tensor, int]
 
 
 def _places_of(source: Any) -> Sequence[_Place]:
-    if isinstance(source, HostMemory) and isinstance(source.owner, torch.Tensor):
-        return ((source.owner, source.address),)  # nearly all
     return [(owner, address_of(owner)) for owner in _owners(source)]
 
 

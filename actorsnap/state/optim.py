@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from actorsnap.errors import UsageError, describe, printable
+from actorsnap.state.devices import fork_generators
 
 __all__ = [
     "ModelState",
@@ -137,7 +138,6 @@ def _step_on_zeros(
         for group in optimizer.param_groups
     ]
     everything = [(group, group["params"]) for group in optimizer.param_groups]
-    devices = [d for d in {p.device for _, found in groups for p in found} if d.type == "cuda"]
     lacking = {id(group): parameters for group, parameters in groups}
     stand_ins: dict[int, list[torch.Tensor]] = {}
     for number, parameters in lacking.items():
@@ -149,7 +149,7 @@ def _step_on_zeros(
     try:
         for group, _ in everything:
             group["params"] = stand_ins.get(id(group), [])
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with fork_generators(p for _, found in groups for p in found), torch.enable_grad():
             step(optimizer)
     except Exception as error:
         raise UsageError(

@@ -15,7 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actorsnap.state.tensors import TensorOrArray, c_strides, extent_bytes
+from actorsnap.state.tensors import TensorOrArray, c_strides, extent_bytes, has_conj_or_neg_bit
 
 __all__ = [
     "AliasGroup",
@@ -110,7 +110,7 @@ def memory_of(tensor: torch.Tensor) -> Region:
 def region_of(value: TensorOrArray) -> Region | None:
     """Returns None if strides cannot express the memory."""
     if isinstance(value, torch.Tensor):
-        return None if value.is_neg() or value.is_conj() else memory_of(value)
+        return None if has_conj_or_neg_bit(value) else memory_of(value)
     itemsize = value.itemsize
     if any([stride < 0 or stride % itemsize for stride in value.strides]):
         return None

@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias
 
 import msgspec
 import numpy as np
@@ -19,12 +19,14 @@ from actorsnap.format.manifest import BytesEntry, Entry, MemoryFormat, Stored, T
 from actorsnap.planning.inventory import Sharded
 from actorsnap.planning.packing import Item, ItemBox, Piece
 
+if TYPE_CHECKING:
+    from actorsnap.state.devices import Lane  # imports torch
+
 __all__ = [
     "ByteSink",
     "ByteSource",
     "Captured",
     "Cut",
-    "DeviceCopier",
     "HostMemory",
     "Leaf",
     "Part",
@@ -150,28 +152,6 @@ class Pinner(Protocol):
     def unpin(self, address: int) -> None: ...
 
 
-class DeviceCopier(Protocol):
-    """Copies from many sources, whose ``copier`` it is, in one call.
-
-    ``pinner`` pins the memory that is copied into.
-    """
-
-    @property
-    def pinner(self) -> Pinner: ...
-
-    def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """Begins copies; returns a function that waits for their end. Call it once.
-
-        Args:
-            out: Must live until then, as must the sources.
-            cuts: Ascending by ``at``.
-
-        Raises:
-            Exception: An error of the device, here or later. All copies have ended then.
-        """
-        ...
-
-
 def gather(
     sources: Sequence[ByteSource],
     pieces: Iterable[Piece],
@@ -192,7 +172,7 @@ def gather(
     to = int(np.frombuffer(out, np.uint8).ctypes.data)
     here: list[tuple[int, int, int]] = []
     others: list[Cut] = []
-    on_devices: dict[DeviceCopier, list[Cut]] = {}
+    on_devices: dict[Lane, list[Cut]] = {}
     at = 0
     for piece in pieces:
         source: Any = sources[piece.item]

@@ -15,7 +15,7 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from actorsnap.format.geometry import Box, flat_range_boxes
-from actorsnap.format.manifest import MemoryFormat, TensorType
+from actorsnap.format.manifest import CompositeLayout, MemoryFormat, TensorType
 from actorsnap.state import devices
 from actorsnap.state.devices import Lane
 from actorsnap.state.sources import ByteSink, ByteSource, Cut, HostMemory, copy_bytes, memory_at
@@ -26,6 +26,7 @@ __all__ = [
     "DTYPE_NAMES",
     "PLAIN_TYPES",
     "QUANTIZED",
+    "SPARSE_LAYOUTS",
     "BoxSink",
     "ClippedSink",
     "DeviceSource",
@@ -39,6 +40,7 @@ __all__ = [
     "carried",
     "empty_tensor",
     "extent_bytes",
+    "has_conj_or_neg_bit",
     "is_addressable",
     "memory_format_of",
     "refusal",
@@ -60,14 +62,19 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 """By name in manifests."""
 
-DTYPE_NAMES: Final[dict[torch.dtype, tuple[str, int]]] = {
-    dtype: (name, dtype.itemsize) for name, dtype in DTYPES.items()
-}
-"""Name and item size in bytes of every dtype."""
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 QUANTIZED: Final[frozenset[torch.dtype]] = frozenset(
     DTYPES[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in DTYPES
 )
+
+SPARSE_LAYOUTS: Final[dict[torch.layout, CompositeLayout]] = {
+    torch.sparse_coo: "sparse_coo",
+    torch.sparse_csr: "sparse_csr",
+    torch.sparse_csc: "sparse_csc",
+    torch.sparse_bsr: "sparse_bsr",
+    torch.sparse_bsc: "sparse_bsc",
+}
 
 CARRIERS: Final[dict[int, torch.dtype]] = {
     1: torch.uint8,
@@ -141,7 +148,12 @@ def slices_of(box: Box) -> tuple[slice, ...]:
 
 def is_addressable(tensor: torch.Tensor) -> bool:
     """Whether the C-order bytes are contiguous in CPU memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return tensor.is_cpu and tensor.is_contiguous() and not has_conj_or_neg_bit(tensor)
+
+
+def has_conj_or_neg_bit(tensor: torch.Tensor) -> bool:
+    """Whether the values differ from the memory: torch conjugates and negates on access."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def storage_bytes(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor | None:
@@ -157,7 +169,7 @@ def storage_bytes(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor
 def carried(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a dense tensor, detached and in its carrier dtype, for copies."""
     tensor = tensor.detach()  # makes autograd leaves and inference tensors writable
-    if tensor.is_conj() or tensor.is_neg():
+    if has_conj_or_neg_bit(tensor):
         # copy_ resolves these only in the tensor's own dtype.
         return tensor
     return tensor.view(CARRIERS[tensor.itemsize])
@@ -272,7 +284,7 @@ class DeviceSource(_Strided):
         super().__init__(tensor)
         self.copier = lane
         owner = self.owner
-        is_in_order = owner.is_contiguous() and not owner.is_conj() and not owner.is_neg()
+        is_in_order = owner.is_contiguous() and not has_conj_or_neg_bit(owner)
         self.flat = owner.view(-1).view(torch.uint8) if is_in_order else None
 
     def copy_into(self, start: int, out: memoryview) -> None:
@@ -448,18 +460,6 @@ def tensor_type(tensor: torch.Tensor) -> TensorType:
     return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"
 
 
-_LAYOUTS = frozenset(
-    {
-        torch.strided,
-        torch.sparse_coo,
-        torch.sparse_csr,
-        torch.sparse_csc,
-        torch.sparse_bsr,
-        torch.sparse_bsc,
-    }
-)
-
-
 def address_of(tensor: torch.Tensor) -> int:
     """Returns the address of a plain tensor's memory, or 0."""
     try:
@@ -473,11 +473,6 @@ def refusal(tensor: torch.Tensor) -> str | None:
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind not in PLAIN_TYPES:
-        if kind.__name__ in ("DTensor", "ShardedTensor"):
-            return (
-                f"is a sharded tensor ({name}), which needs the release that saves from many "
-                "ranks; save its local shard, or x.full_tensor()"
-            )
         if isinstance(tensor, UninitializedTensorMixin):
             return f"is not initialised ({name}); run the module once before saving it"
         return (
@@ -492,7 +487,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
             "function returns, or torch._from_functional_tensor(x)"
         )
     if tensor.dtype in QUANTIZED and not tensor.is_quantized:
-        dtype = DTYPE_NAMES[tensor.dtype][0]
+        dtype = DTYPE_NAMES[tensor.dtype]
         plain = dtype[1:] if dtype[1:] in DTYPES else "uint8"
         return (
             f"has the dtype {dtype}, but no scale and zero point (a view of other bytes); save "
@@ -502,12 +497,12 @@ def refusal(tensor: torch.Tensor) -> str | None:
         try:
             tensor.qscheme()
         except RuntimeError:
-            dtype = DTYPE_NAMES[tensor.dtype][0]
+            dtype = DTYPE_NAMES[tensor.dtype]
             return (
                 f"has the dtype {dtype}, but no scale and zero point (torch.empty gives none); "
                 "save x.int_repr()"
             )
-    if tensor.layout not in _LAYOUTS:
+    if tensor.layout is not torch.strided and tensor.layout not in SPARSE_LAYOUTS:
         return f"has the layout {tensor.layout}; convert it with x.to_dense()"
     if tensor.is_meta:
         return "is on the meta device and has no data; materialise it with x.to_empty(...)"

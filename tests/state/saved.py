@@ -66,7 +66,7 @@ class Saved:
             entries.append(
                 TensorEntry(
                     path=part.path,
-                    dtype=DTYPE_NAMES[part.tensor.dtype][0],
+                    dtype=DTYPE_NAMES[part.tensor.dtype],
                     shape=tuple(part.tensor.shape),
                     data=Stored(0, start, len(data), blocks),
                     type=part.type,

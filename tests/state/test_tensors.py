@@ -484,11 +484,3 @@ def test_tensors_without_plain_bytes_are_refused_with_a_remedy() -> None:
     }.items():
         (line,) = (line for line in lines if line.startswith(f"  's/{name}' "))
         assert remedy in line
-
-
-def test_dtensors_are_refused_for_now() -> None:
-    class DTensor(torch.Tensor):
-        pass
-
-    with pytest.raises(UsageError, match="many ranks"):
-        store({"v": torch.ones(2).as_subclass(DTensor)})

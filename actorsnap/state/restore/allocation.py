@@ -5,9 +5,8 @@ it has another one, else into fresh memory. Writes nothing to a target. Leaves t
 same stored bytes share one read. In this order:
 
 1. Targets that together have the stored layout take the bytes directly.
-2. A target that takes all of them in another layout gets its own read.
-3. A view that is read alone takes only its elements.
-4. Other views get fresh memory and are copied afterwards.
+2. A view that is read alone takes only its elements.
+3. Other views get fresh memory and are copied afterwards.
 """
 
 from __future__ import annotations
@@ -258,7 +257,7 @@ def _add_boxes(
 ) -> None:
     """See ``Destination`` for ``base``."""
     path, target, sharding = entry.path, pair.target, pair.sharding
-    dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype][1]]
+    dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype].name]
     pieces = [] if sharding is None else list(sharding.pieces)
     whole = Box.whole(entry.shape)
     # Precedes allocation: the manifest may claim any global shape.
@@ -377,7 +376,6 @@ def _find_sinks(memory: Allocation, nbytes: int, members: list[_Member]) -> list
     """Returns sinks that each take all bytes."""
     sinks: list[ByteSink] = []
     left = _take_spans(memory, nbytes, members, sinks)
-    left = _take_whole(memory, nbytes, left, sinks)
     if not left:
         return sinks
     if left == members and len(left) == 1 and _is_separable(left[0].region):
@@ -410,32 +408,6 @@ def _take_spans(
             continue
         sinks.append(sink)
         memory.values.update((member.entry.path, member.target) for member, _ in span)
-    return left
-
-
-def _take_whole(
-    memory: Allocation, nbytes: int, members: list[_Member], sinks: list[ByteSink]
-) -> list[_Member]:
-    """Adds sinks for targets of another layout that take all bytes; returns the other members."""
-    left: list[_Member] = []
-    layouts: set[object] = set()
-    for member in members:
-        target, stored = member.target, member.region
-        if (
-            target is None
-            or stored.start
-            or not stored.is_contiguous
-            or stored.nbytes != nbytes
-            or not is_writable(target)
-        ):
-            left.append(member)
-            continue
-        region = region_of(target)
-        if region is None or region.layout not in layouts:
-            sinks.append(sink_of(target))
-        if region is not None:
-            layouts.add(region.layout)
-        memory.values[member.entry.path] = target
     return left
 
 
@@ -489,7 +461,7 @@ def lay_over(
     """Returns a leaf as a view of raw memory. ``region`` must be aligned."""
     if entry.type in NUMPY_KINDS:
         steps = tuple([stride * region.itemsize for stride in region.strides])
-        dtype = NUMPY_DTYPES[entry.dtype][0]
+        dtype = NUMPY_DTYPES[entry.dtype]
         return np.ndarray(region.shape, dtype, raw.numpy(), region.start, steps)
     offset = region.start // region.itemsize
     tensor = empty_tensor(entry.path, (0,), DTYPES[entry.dtype])

@@ -46,7 +46,7 @@ def fail(path: str, detail: str) -> NoReturn:
 def itemsize_of(entry: TensorEntry | ViewEntry | ShardedEntry) -> int:
     """Returns the bytes of an element of a checked entry."""
     is_numpy = entry.type in NUMPY_KINDS
-    return (NUMPY_DTYPES[entry.dtype][0] if is_numpy else DTYPES[entry.dtype]).itemsize
+    return (NUMPY_DTYPES[entry.dtype] if is_numpy else DTYPES[entry.dtype]).itemsize
 
 
 def _check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | None:

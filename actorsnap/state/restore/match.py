@@ -216,7 +216,7 @@ def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | N
         return f"{kind} in the snapshot; the app state's {why}"
     if have != kind:
         return f"{kind} in the snapshot, {have} in the app state"
-    dtype = target.dtype.str if isinstance(target, np.ndarray) else DTYPE_NAMES[target.dtype][0]
+    dtype = target.dtype.str if isinstance(target, np.ndarray) else DTYPE_NAMES[target.dtype]
     lines = []
     if dtype != entry.dtype:
         lines.append(f"dtype {entry.dtype} in the snapshot, {dtype} in the app state")

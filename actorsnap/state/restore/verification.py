@@ -48,7 +48,7 @@ class Doubtful:
     entries: tuple[AnyEntry, ...]
 
     def restore(self) -> KeyRestore:
-        return prepare("", self.entries, target=None, allow_pickle=False, root=self.path)
+        return prepare(self.path, self.entries, target=None, allow_pickle=False)
 
 
 @dataclass(frozen=True, slots=True)
