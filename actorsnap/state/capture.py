@@ -28,7 +28,14 @@ from actorsnap.planning.inventory import Sharded, ranks_digest
 from actorsnap.planning.packing import Item
 from actorsnap.state import devices, objects, sharing
 from actorsnap.state.composite import is_composite, take_apart
-from actorsnap.state.distributed import Describer, Replica, Replication, Sharding, replication
+from actorsnap.state.distributed import (
+    Describer,
+    LocalPiece,
+    Replica,
+    Replication,
+    Sharding,
+    replication,
+)
 from actorsnap.state.optim import ModelState, class_names, plain_name, submodules_of
 from actorsnap.state.sharing import Region, memory_of, region_of
 from actorsnap.state.sources import ByteSource, Captured, HostMemory, Leaf, Part
@@ -37,14 +44,14 @@ from actorsnap.state.tensors import (
     DTYPE_NAMES,
     PLAIN_TYPES,
     DeviceSource,
-    StridedSource,
+    StridedMemory,
     address_of,
+    as_bytes,
     c_strides,
     has_conj_or_neg_bit,
     is_addressable,
     memory_format_of,
     refusal,
-    source_of,
     storage_bytes,
     tensor_type,
 )
@@ -283,7 +290,7 @@ class _Collector:
     def _add_bytes(self, path: str, kind: str, data: bytes | bytearray, replicated: bool) -> None:
         raw = np.frombuffer(data, np.uint8)
         item = Item(path, "uint8", (raw.nbytes,), raw.nbytes, 1, replicated, is_whole=True)
-        self._parts.append(Leaf(item, source_of(raw), kind, ""))
+        self._parts.append(Leaf(item, as_bytes(raw), kind, ""))
 
     def _pickle_or_refuse(self, path: str, value: object, why: str, replicated: bool) -> None:
         if not self._allow_pickle:
@@ -307,7 +314,7 @@ class _Collector:
             item = Item(path, dtype, array.shape, array.nbytes, array.itemsize, replicated)
             if array.nbytes and (region := region_of(array)) is not None:
                 self._track(region, _CPU)
-            self._parts.append(Leaf(item, source_of(array), kind, name))
+            self._parts.append(Leaf(item, as_bytes(array), kind, name))
             return
         try:
             if kind == "numpy_scalar":
@@ -400,19 +407,17 @@ class _Collector:
             self._cpu.add(len(self._parts), start, start + nbytes)
         leaf = Leaf(item, source, kind, name, requires_grad)
         if len(item.shape) > 3 or kind == "parameter" or self._attributes:
-            self._annotate(leaf, tensor)
+            self._annotate(leaf, tensor, tensor)
         self._parts.append(leaf)
 
-    def _annotate(
-        self, leaf: Leaf, tensor: torch.Tensor, whole: torch.Tensor | None = None
-    ) -> None:
-        """Sets memory format and attributes of ``tensor``; of ``whole`` if it is a part."""
+    def _annotate(self, leaf: Leaf, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        """Sets the memory format of ``tensor``, and the attributes of ``whole``."""
         if tensor.ndim > 3:
             leaf.memory_format = memory_format_of(tensor)
         path = leaf.item.path
         leaf.attributes = self._attributes.get(path)
         if leaf.kind == "parameter" and leaf.attributes is None:
-            leaf.attributes = objects.encode_attributes(tensor if whole is None else whole, path)
+            leaf.attributes = objects.encode_attributes(whole, path)
 
     def _add_distributed(self, path: str, tensor: torch.Tensor) -> None:
         sharding = self._describer.describe(tensor)
@@ -427,47 +432,36 @@ class _Collector:
                 "in this save; pass a group that has all of them, or save x.full_tensor()",
             )
             return
-        if self._rank in sharding.ranks:
-            self._add_sharded(path, sharding.dtype, sharding.global_shape, sharding.ranks)
-        for piece in sharding.pieces:
+        self._add_pieces(path, sharding, tensor)
+
+    def _add_pieces(self, path: str, whole: Sharding, tensor: torch.Tensor) -> None:
+        ranks = whole.ranks
+        if self._rank in ranks:
+            self.sharded.append(
+                Sharded(path, whole.dtype, whole.global_shape, ranks_digest(ranks), len(ranks))
+            )
+        for piece in whole.pieces:
+            item = Item(
+                path,
+                whole.dtype,
+                piece.box.sizes,
+                piece.tensor.nbytes,
+                piece.tensor.itemsize,
+                offsets=piece.box.offsets,
+                global_shape=whole.global_shape,
+                # Other meshes may have boxes of this name. Equal ones are recognised if uncut.
+                is_whole=len(ranks) < len(self._ranks),
+            )
+            source = self._source(piece.tensor)
             holders = () if piece.holders is None else self._members(piece.holders)
-            leaf = self._add_piece(path, sharding, piece.box, piece.tensor, holders)
+            leaf = Leaf(item, source, whole.kind, whole.dtype, whole.requires_grad, holders)
             self._annotate(leaf, piece.tensor, tensor)
-
-    def _add_sharded(
-        self, path: str, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...]
-    ) -> None:
-        self.sharded.append(Sharded(path, dtype, shape, ranks_digest(ranks), len(ranks)))
-
-    def _add_piece(
-        self,
-        path: str,
-        whole: Sharding,
-        box: Box,
-        tensor: torch.Tensor,
-        holders: tuple[int, ...],
-    ) -> Leaf:
-        item = Item(
-            path,
-            whole.dtype,
-            box.sizes,
-            tensor.nbytes,
-            tensor.itemsize,
-            offsets=box.offsets,
-            global_shape=whole.global_shape,
-            # Other meshes may have boxes of this name. Equal ones are recognised if uncut.
-            is_whole=len(whole.ranks) < len(self._ranks),
-        )
-        leaf = Leaf(
-            item, self._source(tensor), whole.kind, whole.dtype, whole.requires_grad, holders
-        )
-        self._parts.append(leaf)
-        return leaf
+            self._parts.append(leaf)
 
     def _source(self, tensor: torch.Tensor) -> ByteSource:
-        return source_of(tensor) if is_addressable(tensor) else self._copied(tensor)
+        return as_bytes(tensor) if is_addressable(tensor) else self._copied(tensor)
 
-    def _copied(self, tensor: torch.Tensor) -> DeviceSource | StridedSource:
+    def _copied(self, tensor: torch.Tensor) -> StridedMemory:
         device = tensor.device
         if devices.calls.has(tensor):
             lane = self._lanes.get(device)
@@ -476,7 +470,7 @@ class _Collector:
             return DeviceSource(tensor, lane)
         if not tensor.is_cpu:
             self._waits.add(device)
-        return StridedSource(tensor)
+        return StridedMemory(tensor)
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         """Returns the group ranks of global ranks; None means all."""
@@ -508,16 +502,18 @@ class _Collector:
             item = Item(path, name, shape, value.nbytes, value.itemsize, replicated=True)
             source = self._source(value)
             leaf = Leaf(item, source, kind, name, value.requires_grad, rank_zero_wins=True)
+            self._annotate(leaf, value, value)
             self._parts.append(leaf)
-        else:
-            # One box, so that any rank can restore it. With rank_zero_wins a rank names itself
-            # only: another group may use the same name for another buffer.
-            whole = Sharding(shape, name, kind, value.requires_grad, members, ())
-            among = [self._rank] if replica.rank_zero_wins else [self._ranks[i] for i in members]
-            self._add_sharded(path, name, shape, tuple(among))
-            holders = () if replica.rank_zero_wins else members
-            leaf = self._add_piece(path, whole, Box.whole(shape), value, holders)
-        self._annotate(leaf, value)
+            return True
+        # One box, so that any rank can restore it. With rank_zero_wins a rank names itself only:
+        # another group may use the same name for another buffer.
+        holders = None
+        ranks: tuple[int, ...] = (self._rank,)
+        if not replica.rank_zero_wins:
+            holders = ranks = tuple([self._ranks[i] for i in members])
+        piece = LocalPiece(Box.whole(shape), value, holders)
+        whole = Sharding(shape, name, kind, value.requires_grad, ranks, (piece,))
+        self._add_pieces(path, whole, value)
         return True
 
     def mark_devices(self) -> None:
@@ -552,7 +548,7 @@ class _Collector:
         if isinstance(leaf.source, HostMemory):
             shape = leaf.item.shape
             return Region(leaf.source.address, leaf.item.itemsize, shape, c_strides(shape))
-        assert isinstance(leaf.source, DeviceSource | StridedSource)
+        assert isinstance(leaf.source, StridedMemory)
         region = region_of(leaf.source.owner)
         assert region is not None
         return region
@@ -633,6 +629,6 @@ def _span(group: sharing.AliasGroup, members: Sequence[Leaf]) -> ByteSource | No
         raw = storage_bytes(owner, group.start, size)
         if raw is not None:
             is_packed = isinstance(source, DeviceSource)
-            return DeviceSource(raw, source.copier) if is_packed else StridedSource(raw)
+            return DeviceSource(raw, source.copier) if is_packed else StridedMemory(raw)
     # Storages overlap by other means than torch's: each is stored separately.
     return None

@@ -112,7 +112,6 @@ def _runs(cuts: Iterable[Cut]) -> Iterator[list[Cut]]:
 
 
 def _fitting(cuts: Iterable[Cut]) -> Iterator[Cut]:
-
     for cut in cuts:
         if cut.nbytes <= _SLAB_BYTES or _is_direct(cut):
             yield cut

@@ -35,7 +35,7 @@ from actorsnap.state.tensors import (
     PLAIN_TYPES,
     QUANTIZED,
     DeviceSource,
-    StridedSource,
+    StridedMemory,
     address_of,
 )
 
@@ -279,7 +279,6 @@ def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @cache
 def _warn_of_uncounted(kind: str) -> None:
-
     _log.warning(
         'stage="lazy": the tensors that %s trains were copied before async_take returned. Its '
         "steps move no version counter, so an early one could not be noticed. Call "
@@ -380,7 +379,7 @@ def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -
                 return True
         held = Region(source.address, 1, (source.nbytes,), (1,))
     else:
-        assert isinstance(source, DeviceSource | StridedSource)
+        assert isinstance(source, StridedMemory)
         held = memory_of(source.owner)
     regions = [memory_of(_local(tensors[number])) for number in found]
     return any([held.layout == region.layout for region in regions]) or touched_without_gaps(

@@ -193,14 +193,11 @@ def _group(rank: int, ranks: tuple[int, ...], store: Any, name: str) -> Group:
 def _store_of(group: Any) -> Any:
     try:
         store = group.get_group_store()  # undocumented
-    except (AttributeError, RuntimeError) as error:
-        raise UsageError(
-            "this torch does not return the store of a process group: pass store=, a TCPStore that "
-            "all ranks share"
-        ) from error
+    except (AttributeError, RuntimeError):
+        store = None
     if store is None:
         raise UsageError(
-            "this process group has no store (MPI has none): pass store=, a TCPStore that all "
+            "this process group returns no store (MPI has none): pass store=, a TCPStore that all "
             "ranks share"
         )
     return store

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import torch
 
+from actorsnap.state.sources import memory_at
 from actorsnap.state.tensors import TensorOrArray, c_strides, extent_bytes, has_conj_or_neg_bit
 
 __all__ = [
@@ -167,26 +168,19 @@ def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
     return [sorted(piece.tolist()) for piece in np.split(order, begins) if len(piece) > 1]
 
 
-class _ArrayOver:
-    """An array interface over a region, for ``numpy.shares_memory``."""
-
-    def __init__(self, region: Region) -> None:
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "data": (region.start, True),
-            "typestr": f"|V{region.itemsize}",
-            "shape": region.shape,
-            "strides": tuple([stride * region.itemsize for stride in region.strides]),
-        }
+def _array_over(region: Region) -> Any:
+    """Returns an array that is never read, for ``numpy.shares_memory``."""
+    memory = memory_at(region.start, region.stop - region.start, None)
+    strides = [stride * region.itemsize for stride in region.strides]
+    return np.ndarray(region.shape, f"V{region.itemsize}", memory, 0, strides)
 
 
 def share_bytes(a: Region, b: Region) -> bool:
     """Returns True if undecided."""
     if a.stop <= b.start or b.stop <= a.start:
         return False
-    arrays: list[Any] = [np.asarray(_ArrayOver(region)) for region in (a, b)]
     try:
-        return bool(np.shares_memory(arrays[0], arrays[1], _MAX_WORK))  # type: ignore[arg-type]
+        return bool(np.shares_memory(_array_over(a), _array_over(b), _MAX_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 

@@ -18,7 +18,7 @@ from actorsnap.format.geometry import Box, flat_range_boxes
 from actorsnap.format.manifest import CompositeLayout, MemoryFormat, TensorType
 from actorsnap.state import devices
 from actorsnap.state.devices import Lane
-from actorsnap.state.sources import ByteSink, ByteSource, Cut, HostMemory, copy_bytes, memory_at
+from actorsnap.state.sources import ByteSink, Cut, HostMemory, copy_bytes, memory_at
 
 __all__ = [
     "CARRIERS",
@@ -31,10 +31,10 @@ __all__ = [
     "ClippedSink",
     "DeviceSource",
     "ExtentSink",
-    "StridedSink",
-    "StridedSource",
+    "StridedMemory",
     "TensorOrArray",
     "address_of",
+    "as_bytes",
     "bytes_of",
     "c_strides",
     "carried",
@@ -44,9 +44,7 @@ __all__ = [
     "is_addressable",
     "memory_format_of",
     "refusal",
-    "sink_of",
     "slices_of",
-    "source_of",
     "storage_bytes",
     "tensor_type",
 ]
@@ -223,20 +221,31 @@ class _Copied:
         raise TypeError("these bytes are not contiguous in CPU memory; copy them")
 
 
-class _Strided(_Copied):
-    """A value that is not contiguous, on a device, or lazily conjugated.
+def _write_context(value: TensorOrArray) -> Callable[[], AbstractContextManager[None]]:
+    """Returns a factory of contexts that order writes in the caller's current stream."""
+    calls = devices.calls
+    if isinstance(value, torch.Tensor) and calls.has(value):
+        return calls.current(value.device)
+    return nullcontext
+
+
+class StridedMemory(_Copied):
+    """A value that is not contiguous, on a device, or lazily conjugated. A source and a sink.
+
+    Writes leave autograd's state alone.
 
     Attributes:
         owner: A tensor in its carrier dtype; or an array with any strides.
     """
 
-    __slots__ = ("_shape", "itemsize", "nbytes", "owner")
+    __slots__ = ("_shape", "_writing", "itemsize", "nbytes", "owner")
 
     def __init__(self, value: TensorOrArray) -> None:
         self.itemsize = value.itemsize
         self.nbytes = value.nbytes
         self.owner: Any = carried(value) if isinstance(value, torch.Tensor) else value
         self._shape: tuple[int, ...] = tuple(value.shape)
+        self._writing = _write_context(value)
 
     def pairs(self, start: int, flat: Any) -> list[tuple[Any, Any]]:
         """Returns views of the owner, and the parts of ``flat`` that hold their elements.
@@ -257,10 +266,6 @@ class _Strided(_Copied):
             at = end
         return pairs
 
-
-class StridedSource(_Strided):
-    __slots__ = ()
-
     def copy_into(self, start: int, out: memoryview) -> None:
         if len(out) == 0:
             return
@@ -270,8 +275,16 @@ class StridedSource(_Strided):
         if is_copy:
             copy_bytes(out, memory_at(flat.data_ptr(), len(out), flat))
 
+    def copy_from(self, start: int, data: memoryview) -> None:
+        if len(data) == 0:
+            return
+        flat, _ = _elements(data, self.owner)
+        with self._writing():
+            for part, elements in self.pairs(start, flat):
+                _copy(part, elements)
 
-class DeviceSource(_Strided):
+
+class DeviceSource(StridedMemory):
     """A tensor on a device, copied with others of its lane; see ``gather``.
 
     Attributes:
@@ -292,33 +305,7 @@ class DeviceSource(_Strided):
             self.copier.begin(out, [Cut(self, start, 0, len(out))])()
 
 
-def _write_context(value: TensorOrArray) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a factory of contexts that order writes in the caller's current stream."""
-    calls = devices.calls
-    if isinstance(value, torch.Tensor) and calls.has(value):
-        return calls.current(value.device)
-    return nullcontext
-
-
-class StridedSink(_Strided):
-    """Leaves autograd's state alone."""
-
-    __slots__ = ("_writing",)
-
-    def __init__(self, value: TensorOrArray) -> None:
-        super().__init__(value)
-        self._writing = _write_context(value)
-
-    def copy_from(self, start: int, data: memoryview) -> None:
-        if len(data) == 0:
-            return
-        flat, _ = _elements(data, self.owner)
-        with self._writing():
-            for part, elements in self.pairs(start, flat):
-                _copy(part, elements)
-
-
-class ExtentSink(StridedSink):
+class ExtentSink(StridedMemory):
     """Takes the stored memory of a strided view, and keeps the view's elements.
 
     With dims sorted by stride, memory order is C order, so a range of memory holds a flat range of
@@ -426,28 +413,19 @@ class ClippedSink(_Copied):
             self._inner.copy_from(low - self._skip, data[low - start : high - start])
 
 
-def _memory_of(value: TensorOrArray) -> HostMemory | None:
-
+def as_bytes(value: TensorOrArray) -> HostMemory | StridedMemory:
+    """Returns the bytes in place. To write, elements must not share memory."""
     if isinstance(value, np.ndarray):
         if value.flags.c_contiguous:
             return HostMemory(value.ctypes.data, value.nbytes, value)
     elif is_addressable(value):
         return HostMemory(value.data_ptr(), value.nbytes, value)
-    return None
-
-
-def source_of(value: TensorOrArray) -> ByteSource:
-    return _memory_of(value) or StridedSource(value)
-
-
-def sink_of(value: TensorOrArray) -> ByteSink:
-    """Elements of ``value`` must not share memory."""
-    return _memory_of(value) or StridedSink(value)
+    return StridedMemory(value)
 
 
 def bytes_of(value: TensorOrArray) -> bytearray:
     """Returns a copy in C order."""
-    source = source_of(value)
+    source = as_bytes(value)
     out = bytearray(source.nbytes)
     source.copy_into(0, memoryview(out))
     return out

@@ -52,11 +52,11 @@ from actorsnap.state.tensors import (
     BoxSink,
     ClippedSink,
     ExtentSink,
-    StridedSink,
+    StridedMemory,
+    as_bytes,
     c_strides,
     empty_tensor,
     is_addressable,
-    sink_of,
     storage_bytes,
     tensor_type,
 )
@@ -177,13 +177,12 @@ def _add_buffer(memory: Allocation, match: Match, pair: Pair, entry: BytesEntry)
         raise MemoryError(f"{entry.path!r}: no memory for {nbytes} bytes") from error
     memory.destinations += destination(entry.path, pair.target, entry.path)
     if nbytes:
-        sink = sink_of(np.frombuffer(data, np.uint8))
+        sink = as_bytes(np.frombuffer(data, np.uint8))
         memory.reads.append(Wanted(entry.data, sink, _holders(match, entry)))
     memory.buffers.append((pair, data))
 
 
 def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry) -> None:
-
     path, data, target = entry.path, entry.data, pair.target
     nbytes = data.stop - data.start
     sink: ByteSink | None = None
@@ -197,7 +196,7 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
         memory.values[path] = target
     elif target is None and pair.dtype is not None:
         tensor = empty_tensor(path, entry.shape, pair.dtype, memory_format=entry.memory_format)
-        sink = sink_of(tensor)
+        sink = as_bytes(tensor)
         memory.fresh.append(Fresh(entry, None, tensor))
     else:
         member = _member(entry, target)
@@ -206,7 +205,7 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
             _add_members(memory, match, entry, [member])
             return
         # An array, or on a device, or strided.
-        sink = sink_of(target)
+        sink = as_bytes(target)
         memory.values[path] = target
     if nbytes and sink is not None:
         memory.reads.append(Wanted(data, sink, _holders(match, entry)))
@@ -215,7 +214,6 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
 def _add_view(
     memory: Allocation, views: dict[str, list[_Member]], pair: Pair, entry: TensorEntry | ViewEntry
 ) -> None:
-
     base = entry.of if isinstance(entry, ViewEntry) else entry.path
     if pair.sharding is None:
         member = _member(entry, pair.target)
@@ -231,7 +229,6 @@ def _add_view(
 def _add_parts(
     memory: Allocation, match: Match, views: dict[str, list[_Member]], pair: Pair
 ) -> None:
-
     composite, target = pair.entry, pair.target
     assert isinstance(composite, CompositeEntry)
     split = take_apart(target) if isinstance(target, torch.Tensor) else ""
@@ -343,7 +340,6 @@ def _member(entry: TensorEntry | ViewEntry, target: Target | None) -> _Member:
 def _add_members(
     memory: Allocation, match: Match, base: TensorEntry, members: list[_Member]
 ) -> None:
-
     data = base.data
     regions = [member.region for member in members if 0 not in member.region.shape]
     low = min([region.start for region in regions], default=0)
@@ -484,7 +480,7 @@ def _span_sink(start: int, nbytes: int, targets: Sequence[Any]) -> ByteSink | No
     if not isinstance(first, torch.Tensor) or first.is_cpu:
         return HostMemory(start, nbytes, targets)
     raw = storage_bytes(first, start, nbytes)
-    return None if raw is None else StridedSink(raw)
+    return None if raw is None else StridedMemory(raw)
 
 
 def stand_in(path: str, target: Target) -> Target | None:

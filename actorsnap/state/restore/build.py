@@ -30,7 +30,7 @@ from actorsnap.state.restore.allocation import (
 )
 from actorsnap.state.restore.match import Match, Pair, describe, leaves_of, match_key
 from actorsnap.state.stateful import Matching
-from actorsnap.state.tensors import carried, refusal, slices_of
+from actorsnap.state.tensors import bytes_of, carried, refusal, slices_of
 from actorsnap.state.tree import human, parent_of, part_path
 
 __all__ = ["KeyRestore", "prepare", "read_one"]
@@ -256,15 +256,6 @@ def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
     into.copy_(value if into.dtype is value.dtype else carried(value))
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    flat = [
-        # Clones regularise the strides of dims of size 1.
-        carried(x).clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-        for x in (a, b)
-    ]
-    return torch.equal(*flat)
-
-
 def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Copies ``value``, unless elements repeat in ``target``."""
     if is_writable(target):
@@ -274,7 +265,7 @@ def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and stride == 0:
             base, part = base.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
-    if not is_writable(base) or not _same_bytes(value, part.expand(value.shape)):
+    if not is_writable(base) or bytes_of(value) != bytes_of(part.expand(value.shape)):
         return False
     _copy(base, part)
     return True

@@ -73,15 +73,12 @@ class Rules:
 
     @classmethod
     def of(cls, root: str, target: Any, matching: Matching) -> Rules:
-        if target is None:
-            return cls(root, target, matching)
-        if matching is Matching.LEAVES:
-            strict_root, strict = root, target
+        strict_root: str | None = None
+        names: Iterable[Any] = ()
+        if target is not None and matching is Matching.LEAVES:
+            strict_root, names = root, target if isinstance(target, dict) else ()
         elif matching is Matching.MODEL and isinstance(target, dict):
-            strict_root, strict = f"{root}/model", target["model"]
-        else:
-            return cls(root, target, matching)
-        names = strict if isinstance(strict, dict) else ()
+            strict_root, names = f"{root}/model", target["model"]
         opaque = frozenset(
             f"{strict_root}/{escape(name)}" for name in names if _is_extra_state(name)
         )
@@ -301,10 +298,6 @@ class Match:
         """Whether the target has a leaf at ``path``; True without a target."""
         return self.rules.target is None or path in self.targets
 
-    def is_private(self, entry: AnyEntry) -> bool:
-        """Whether a leaf is private to one of several ranks."""
-        return self.world_size > 1 and not getattr(entry, "replicated", True)
-
     def keep(self, path: str, target: object, why: str) -> None:
         self.mismatched.append(f"{path}: {why}")
         self.values[path] = target
@@ -412,7 +405,8 @@ def _find_target(found: Match, entry: AnyEntry) -> object:
     path, rules = entry.path, found.rules
     target = found.targets.get(path, _ABSENT)
     if target is _ABSENT and rules.is_strict(path):
-        (found.unexpected if found.is_private(entry) else found.unplaced).append(path)
+        is_private = found.world_size > 1 and not getattr(entry, "replicated", True)
+        (found.unexpected if is_private else found.unplaced).append(path)
         return _UNWANTED
     return _UNWANTED if rules.passes_over(path) else target
 
@@ -431,7 +425,6 @@ def _add_tensor(
     dtype: torch.dtype | None,
     attributes: dict[str, Any] | None = None,
 ) -> None:
-
     path = entry.path
     if attributes:
         found.attributes[path] = objects.decode_attributes(attributes, path)
