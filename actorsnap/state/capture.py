@@ -7,6 +7,7 @@ objects, plans or storage.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -37,7 +38,7 @@ from actorsnap.state.distributed import (
     replication,
 )
 from actorsnap.state.optim import ModelState, class_names, plain_name, submodules_of
-from actorsnap.state.sharing import Region, memory_of, region_of
+from actorsnap.state.sharing import Extents, Region, memory_of, region_of
 from actorsnap.state.sources import ByteSource, Captured, HostMemory, Leaf, Part
 from actorsnap.state.stateful import RNGState, validate_app_state
 from actorsnap.state.tensors import (
@@ -220,7 +221,7 @@ class _Collector:
         self._allow_pickle = allow_pickle
         self._parts: list[Part] = []
         self._refused: list[str] = []
-        self._extents: dict[torch.device, sharing.Extents] = {_CPU: sharing.Extents()}
+        self._extents: defaultdict[torch.device, Extents] = defaultdict(Extents)
         self._cpu = self._extents[_CPU]
         self._repeating: list[int] = []
         self._lanes: dict[torch.device, devices.Lane] = {}
@@ -332,10 +333,7 @@ class _Collector:
 
     def _track(self, region: Region, device: torch.device) -> None:
         """Adds the memory of the next part."""
-        extents = self._extents.get(device)
-        if extents is None:
-            extents = self._extents[device] = sharing.Extents()
-        extents.add(len(self._parts), region.start, region.stop)
+        self._extents[device].add(len(self._parts), region.start, region.stop)
         if region.repeats:
             self._repeating.append(len(self._parts))
 

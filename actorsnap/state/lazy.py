@@ -15,6 +15,7 @@ save guarded the optimizer. Addresses are compared, too: no counter shows a move
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -332,7 +333,7 @@ def _owners(source: Any) -> Iterator[torch.Tensor]:
 
 
 def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
-    found: _ByDevice = {}
+    found: _ByDevice = defaultdict(Extents)
     for number, tensor in tensors:
         tensor = _local(tensor)
         if tensor.layout is torch.strided and not tensor.is_nested:
@@ -341,8 +342,8 @@ def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
 
 
 def _extents_of_leaves(leaves: Sequence[Leaf]) -> _ByDevice:
-    found: _ByDevice = {}
-    cpu = found[torch.device("cpu")] = Extents()
+    found: _ByDevice = defaultdict(Extents)
+    cpu = found[torch.device("cpu")]
     for number, leaf in enumerate(leaves):
         source: Any = leaf.source
         if isinstance(source.owner, np.ndarray):
@@ -359,10 +360,7 @@ def _add(found: _ByDevice, number: int, tensor: torch.Tensor) -> None:
     start, nbytes = address_of(tensor), tensor.nbytes
     if nbytes and start and tensor.dtype not in QUANTIZED:
         stop = start + nbytes if tensor.is_contiguous() else memory_of(tensor).stop
-        extents = found.get(device := tensor.device)
-        if extents is None:
-            extents = found[device] = Extents()
-        extents.add(number, start, stop)
+        found[tensor.device].add(number, start, stop)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -180,8 +180,6 @@ def decode_inline(encoded: Any, path: str) -> Any:
     Raises:
         FormatError: ``encoded`` encodes no value. Names ``path``.
     """
-    if encoded is None or type(encoded) in (str, bool, int, float):
-        return encoded
     try:
         return _decode(encoded, 0)
     except FormatError as error:

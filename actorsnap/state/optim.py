@@ -133,21 +133,20 @@ _COUNTERS: Final = ("step", "steps", "n_iter")
 def _step_on_zeros(
     optimizer: torch.optim.Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.Tensor]]]
 ) -> None:
-    before = [
-        (group, {name: _copied(value) for name, value in group.items() if name != "params"})
-        for group in optimizer.param_groups
-    ]
-    everything = [(group, group["params"]) for group in optimizer.param_groups]
-    lacking = {id(group): parameters for group, parameters in groups}
+    before = []
+    for group in optimizer.param_groups:
+        tensors = [value for value in group.values() if isinstance(value, torch.Tensor)]
+        before.append((group, dict(group), [(tensor, tensor.clone()) for tensor in tensors]))
     stand_ins: dict[int, list[torch.Tensor]] = {}
-    for number, parameters in lacking.items():
-        stand_ins[number] = [torch.nn.Parameter(_zeros(p.detach())) for p in parameters]
-        for stand_in in stand_ins[number]:
+    for group, parameters in groups:
+        made = [torch.nn.Parameter(_zeros(p.detach())) for p in parameters]
+        for stand_in in made:
             stand_in.grad = torch.zeros_like(stand_in)
+        stand_ins[id(group)] = [*made]
     # ``step`` without hooks.
     step: Any = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
     try:
-        for group, _ in everything:
+        for group in optimizer.param_groups:
             group["params"] = stand_ins.get(id(group), [])
         with fork_generators(p for _, found in groups for p in found), torch.enable_grad():
             step(optimizer)
@@ -157,13 +156,11 @@ def _step_on_zeros(
             "run one step before the restore"
         ) from error
     finally:
-        for group, parameters in everything:
-            group["params"] = parameters
-        for group, old in before:
-            for name in [name for name in group if name != "params" and name not in old]:
-                del group[name]
-            for name, value in old.items():
-                _put_back(group, name, value)
+        for group, old, values in before:
+            group.clear()
+            group.update(old)
+            for tensor, value in values:
+                tensor.detach().copy_(value)
         for group, parameters in groups:
             _adopt(optimizer, parameters, stand_ins[id(group)])
     for state in [optimizer.state[p] for _, found in groups for p in found if p in optimizer.state]:
@@ -173,17 +170,6 @@ def _step_on_zeros(
                 value.zero_()
             elif isinstance(value, int | float):
                 state[name] = type(value)(0)
-
-
-def _copied(value: Any) -> Any:
-    return (value, value.detach().clone()) if isinstance(value, torch.Tensor) else value
-
-
-def _put_back(group: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
-        value[0].detach().copy_(value[1])
-        value = value[0]
-    group[name] = value
 
 
 def class_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:

@@ -106,10 +106,6 @@ def escape(key: Key) -> str:
     raise TypeError(f"a key of type {kind.__name__} has no token")
 
 
-def _unescape_char(match: re.Match[str]) -> str:
-    return chr(int(match[1] or match[2], 16))
-
-
 def unescape(token: str) -> Key:
     """Raises ``FormatError`` if no key has this token."""
     if _ORDINARY(token):
@@ -123,7 +119,7 @@ def unescape(token: str) -> Key:
         elif token.startswith("%f"):
             key = float.fromhex(token[2:])
         else:
-            key = _ESCAPED.sub(_unescape_char, token)
+            key = _ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), token)
         if token and escape(key) == token:
             return key
     except (ValueError, OverflowError):
