@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import groupby
 from typing import Any, Final
 
 import torch
@@ -127,48 +128,34 @@ def _is_direct(cut: Cut) -> bool:
 
 def _bring(stream: CudaStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
     first, last = run[0], run[-1]
-    flat = _flat(first)
-    if len(run) == 1 and flat is not None:
-        stream.copy(host[first.at : first.at + first.nbytes], flat)
+    are_flat = all([cut.source.flat is not None for cut in run])
+    slab = None
+    if len(run) > 1 or not are_flat:
+        try:
+            slab = stream.empty(last.at + last.nbytes - first.at)
+        except torch.OutOfMemoryError:
+            if not are_flat:
+                raise
+    if slab is None:  # one tensor, or the device is full
+        for cut in run:
+            stream.copy(host[cut.at : cut.at + cut.nbytes], _flat(cut))
         return
-    try:
-        slab = stream.empty(last.at + last.nbytes - first.at)
-    except torch.OutOfMemoryError:
-        # The device is full: copy tensor by tensor.
-        flats = [(cut, _flat(cut)) for cut in run]
-        if any([flat is None for _, flat in flats]):
-            raise
-        for cut, flat in flats:
-            assert flat is not None
-            stream.copy(host[cut.at : cut.at + cut.nbytes], flat)
-        return
-    flats_of_slab: list[torch.Tensor] = []
-    begun = 0
-
-    def pack(until: int) -> None:
-        nonlocal begun
-        if flats_of_slab:
-            stream.pack(slab[begun:until], flats_of_slab)
-            flats_of_slab.clear()
-        begun = until
-
-    for cut in run:
-        at = cut.at - first.at
-        flat = _flat(cut)
-        if flat is not None:
-            flats_of_slab.append(flat)
+    for is_flat, group in groupby(run, lambda cut: cut.source.flat is not None):
+        cuts = list(group)
+        if is_flat:
+            start, stop = cuts[0].at - first.at, cuts[-1].at + cuts[-1].nbytes - first.at
+            stream.pack(slab[start:stop], [_flat(cut) for cut in cuts])
             continue
-        pack(at)
-        for part, elements in cut.source.pairs(cut.start, slab[at : at + cut.nbytes]):
-            stream.copy(elements, part)
-        begun = at + cut.nbytes
-    pack(slab.numel())
+        for cut in cuts:
+            at = cut.at - first.at
+            for part, elements in cut.source.pairs(cut.start, slab[at : at + cut.nbytes]):
+                stream.copy(elements, part)
     stream.copy(host[first.at : last.at + last.nbytes], slab)
 
 
-def _flat(cut: Cut) -> torch.Tensor | None:
-    flat: torch.Tensor | None = cut.source.flat
-    return None if flat is None else flat[cut.start : cut.start + cut.nbytes]
+def _flat(cut: Cut) -> torch.Tensor:
+    flat: torch.Tensor = cut.source.flat
+    return flat[cut.start : cut.start + cut.nbytes]
 
 
 class Cuda:

@@ -113,8 +113,6 @@ class Describer:
             )
         if local.numel() == 0:
             pieces = [LocalPiece(placed[0].box, local.reshape(shape), holders)]
-        elif len(placed) == 1:
-            pieces = [LocalPiece(placed[0].box, local, holders)]
         else:
             pieces = [LocalPiece(p.box, _narrow(local, p.local), holders) for p in placed]
         return _sharding(tensor, shape, ranks, pieces)

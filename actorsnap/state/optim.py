@@ -290,7 +290,7 @@ class ModelState:
         state: dict[str, Any] = {"model": names.get_model_state_dict(self.model)}
         if self.optimizers:
             state["optim"] = names.get_optimizer_state_dict(
-                self.model, self.optimizers, options=self._options(strict=True)
+                self.model, self.optimizers, options=self._options(names, strict=True)
             )
         return state
 
@@ -302,7 +302,7 @@ class ModelState:
         """
         from torch.distributed.checkpoint import state_dict as names
 
-        options = self._options(strict=strict)
+        options = self._options(names, strict=strict)
         self._prime()
         # torch removes items.
         names.set_model_state_dict(self.model, dict(state_dict["model"]), options=options)
@@ -311,10 +311,8 @@ class ModelState:
                 self.model, self.optimizers, dict(state_dict["optim"]), options=options
             )
 
-    def _options(self, *, strict: bool) -> Any:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-        return StateDictOptions(strict=strict, flatten_optimizer_state_dict=self.flatten)
+    def _options(self, names: Any, *, strict: bool) -> Any:
+        return names.StateDictOptions(strict=strict, flatten_optimizer_state_dict=self.flatten)
 
     def _prime(self) -> None:
         # Else torch runs a step, which drops gradients.

@@ -211,14 +211,9 @@ def _check_store(store: Any) -> StoreAddress | None:
         "initialise the process group with init_method='env://' or 'tcp://', or pass store=, a "
         "torch.distributed.TCPStore that all ranks share"
     )
-    missing = [name for name in _METHODS if not hasattr(store, name)]
-    if missing and isinstance(store, dist.Store):
-        raise UsageError(
-            f"stores of this torch have no queues: install torch 2.9 or newer; {remedy}"
-        )
     if isinstance(store, StoreAt):
         return store.address
-    if missing:
+    if not all(hasattr(store, name) for name in _METHODS):
         raise UsageError(f"store must be a c10d store, not {type(store).__name__}; {remedy}")
     if isinstance(base, dist.FileStore):
         raise UsageError(f"a FileStore has no queues, which messages need; {remedy}")

@@ -192,22 +192,16 @@ def _connected(members: list[int], regions: dict[int, Region]) -> list[list[int]
     """
     if len(members) > _MAX_EXACT or all(regions[m].is_contiguous for m in members):
         return [members]
-    head = {member: member for member in members}
-
-    def find(member: int) -> int:
-        while head[member] != member:
-            head[member] = head[head[member]]
-            member = head[member]
-        return member
-
-    for index, a in enumerate(members):
-        for b in members[index + 1 :]:
-            if find(a) != find(b) and share_bytes(regions[a], regions[b]):
-                head[find(b)] = find(a)
-    pieces: dict[int, list[int]] = {}
+    groups: list[list[int]] = []
     for member in members:
-        pieces.setdefault(find(member), []).append(member)
-    return list(pieces.values())
+        own, others = [member], []
+        for group in groups:
+            if any(share_bytes(regions[member], regions[other]) for other in group):
+                own += group
+            else:
+                others.append(group)
+        groups = [*others, sorted(own)]
+    return sorted(groups)
 
 
 def _resolve(members: list[int], regions: dict[int, Region]) -> list[AliasGroup]:
