@@ -17,7 +17,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.planning.packing import Item, ObjectPlan
-from actorsnap.state.captured import Captured, Leaf, Part
+from actorsnap.state.sources import Captured, Leaf, Part
 from actorsnap.state.tree import part_path
 
 __all__ = ["ChecksumLedger", "manifest_of"]

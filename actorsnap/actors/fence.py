@@ -15,7 +15,7 @@ import anyio
 from actorsnap.errors import StateChanged
 from actorsnap.planning.lazy_order import Backlog, leaves_in
 from actorsnap.planning.packing import Chunk, ObjectPlan
-from actorsnap.state.captured import Leaf
+from actorsnap.state.sources import Leaf
 
 if TYPE_CHECKING:
     from actorsnap.state.lazy import LazyState  # imports torch, which the uploader process lacks

@@ -43,8 +43,7 @@ from actorsnap.protocol.save import (
     decode,
     encode,
 )
-from actorsnap.state.captured import Captured
-from actorsnap.state.sources import HostMemory
+from actorsnap.state.sources import Captured, HostMemory
 from actorsnap.storage.base import Storage, ends_this_task
 from actorsnap.transport.ends import ParticipantEnd
 

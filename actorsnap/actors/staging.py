@@ -15,8 +15,7 @@ from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder, Row, Wait, Work
 from actorsnap.planning.packing import Chunk, ObjectPlan
 from actorsnap.protocol.save import Assignment
-from actorsnap.state.captured import Leaf
-from actorsnap.state.sources import ByteSource, PartSource, gather
+from actorsnap.state.sources import ByteSource, Leaf, PartSource, gather
 from actorsnap.storage.base import RunBlocking
 
 __all__ = ["StagingActor"]

@@ -18,7 +18,9 @@ from actorsnap.runtime.location import AppState
 from actorsnap.state.capture import optimizers_in
 from actorsnap.state.distributed import is_distributed
 from actorsnap.state.optim import class_names, takes_state_of
-from actorsnap.state.restore import KeyRestore, entries_by_key, find_conflicts, prepare
+from actorsnap.state.restore.aliasing import find_conflicts
+from actorsnap.state.restore.build import KeyRestore, prepare
+from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.stateful import Matching, RNGState, Stateful, adapts, can_assign, matching_of
 from actorsnap.state.tree import escape, join, unescape
 
@@ -190,7 +192,7 @@ class _Comparer:
         self, key: str, *, is_fresh: bool = False, unshared: Iterable[str] = ()
     ) -> KeyRestore:
         return prepare(
-            key,
+            escape(key),
             self._entries[key],
             target=None if is_fresh else self._states[key],
             allow_pickle=self._options.allow_pickle,

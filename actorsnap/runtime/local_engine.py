@@ -39,7 +39,7 @@ from actorsnap.release import RELEASE
 from actorsnap.runtime.location import open_location
 from actorsnap.runtime.maintenance import collect_garbage, find_resumable
 from actorsnap.runtime.save import Save
-from actorsnap.state.captured import Captured
+from actorsnap.state.sources import Captured
 from actorsnap.storage.base import Capabilities, Storage
 from actorsnap.transport.ends import CoordinatorEnd, InprocEnds, ParticipantEnd, RelayedEnds
 

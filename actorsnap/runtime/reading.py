@@ -16,14 +16,10 @@ from actorsnap.planning.index import Index, named_entries, named_ranks
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.tracing import Observation
-from actorsnap.state.restore import (
-    KeyRestore,
-    Wanted,
-    entries_by_key,
-    mark_written,
-    prepare,
-    read_one,
-)
+from actorsnap.state.restore.aliasing import mark_written
+from actorsnap.state.restore.allocation import Wanted
+from actorsnap.state.restore.build import KeyRestore, prepare, read_one
+from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.tree import escape
 
 __all__ = [
@@ -112,7 +108,7 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
                 )
         hint = did_you_mean(key, by_key) or f"it has {', '.join(map(repr, sorted(by_key)))}"
         raise UsageError(f"the snapshot has no key {key!r}; {hint}")
-    part = prepare(key, by_key[key], target=None, allow_pickle=source.options.allow_pickle)
+    part = prepare(escape(key), by_key[key], target=None, allow_pickle=source.options.allow_pickle)
     return (yield from _read(source, index, part))
 
 

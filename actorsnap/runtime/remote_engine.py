@@ -33,7 +33,7 @@ from actorsnap.runtime.save import Save
 from actorsnap.runtime.structure import Described, describe_state
 from actorsnap.runtime.team import Team, TeamCall
 from actorsnap.runtime.uploader_client import Uploader
-from actorsnap.state.captured import Captured
+from actorsnap.state.sources import Captured
 from actorsnap.transport.ends import (
     Broken,
     Item,

@@ -31,7 +31,7 @@ from actorsnap.runtime.shared_reads import RestoreReads
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Team, find_team
 from actorsnap.runtime.tracing import Observation, observe
-from actorsnap.state.restore import KeyRestore
+from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.stateful import RNGState, loader, torch_complaints, validate_app_state
 from actorsnap.state.tree import escape, join
 

@@ -39,7 +39,8 @@ from actorsnap.runtime.reading import fetch_wanted, mark
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Team
 from actorsnap.runtime.tracing import Observation
-from actorsnap.state.restore import KeyRestore, Wanted, slice_stored
+from actorsnap.state.restore.allocation import Wanted, slice_stored
+from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.sources import ByteSink, HostMemory
 from actorsnap.storage.base import RunBlocking
 

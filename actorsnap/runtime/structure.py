@@ -8,8 +8,7 @@ import msgspec
 
 from actorsnap.format.manifest import Entry, ValueEntry
 from actorsnap.protocol.uploader import Structure
-from actorsnap.state.captured import Captured, Leaf, Part
-from actorsnap.state.sources import HostMemory
+from actorsnap.state.sources import Captured, HostMemory, Leaf, Part
 
 __all__ = ["Described", "describe_state", "rebuild_state"]
 

@@ -49,10 +49,9 @@ from actorsnap.runtime.tracing import observe
 from actorsnap.runtime.uploader_client import Uploader, find_uploader
 from actorsnap.state import devices
 from actorsnap.state.capture import capture
-from actorsnap.state.captured import Captured
-from actorsnap.state.lazy import find_lazy
+from actorsnap.state.lazy import StepHook, check_optimizer, find_lazy
 from actorsnap.state.process_group import global_rank, likely_ranks
-from actorsnap.state.step_hooks import StepHook, check_optimizer
+from actorsnap.state.sources import Captured
 from actorsnap.storage.registry import find_opener, is_ready, is_shared
 
 __all__ = [

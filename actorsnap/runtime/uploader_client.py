@@ -41,7 +41,7 @@ from actorsnap.protocol.supervisor import (
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.link import Link
 from actorsnap.runtime.structure import Described
-from actorsnap.state.captured import Captured
+from actorsnap.state.sources import Captured
 
 if TYPE_CHECKING:
     from actorsnap.runtime.remote_engine import RemoteEngine

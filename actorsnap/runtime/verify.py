@@ -36,8 +36,8 @@ from actorsnap.planning.restore import check_chunks
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
+from actorsnap.state.restore.verification import Doubtful, verify_entries
 from actorsnap.state.sources import HostMemory
-from actorsnap.state.trial import Doubtful, try_manifests
 from actorsnap.storage.base import for_each
 
 __all__ = ["DataCheck", "VerifyReport", "verify"]
@@ -201,14 +201,14 @@ class DataCheck:
                 f"{total} bytes were compared, and nothing failed",
             )
         if self._level == "full" and is_complete:
-            trial = await self._run_blocking(try_manifests, dict(enumerate(manifests)))
+            found = await self._run_blocking(verify_entries, dict(enumerate(manifests)))
             known = {getattr(problem, "key", "") for problem in problems}
-            problems += [problem for problem in trial.problems if problem.key not in known]
+            problems += [error for error in found.problems.values() if error.key not in known]
 
             async def build(leaf: Doubtful) -> None:
                 problems.extend(await self._build(leaf))
 
-            await for_each(trial.doubtful, build, at_once=1)
+            await for_each(found.doubtful.values(), build, at_once=1)
         return problems
 
     def _count(self, nbytes: int) -> None:

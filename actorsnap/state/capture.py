@@ -7,6 +7,7 @@ objects, plans or storage.
 from __future__ import annotations
 
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -27,24 +28,31 @@ from actorsnap.log import Log
 from actorsnap.planning.inventory import Sharded, ranks_digest
 from actorsnap.planning.packing import Item
 from actorsnap.state import devices, objects, sharing
-from actorsnap.state.captured import Captured, Leaf, Part
 from actorsnap.state.composite import is_composite, take_apart
-from actorsnap.state.distributed import Describer, Replica, Replication, Sharding, replication
+from actorsnap.state.distributed import (
+    Describer,
+    LocalPiece,
+    Replica,
+    Replication,
+    Sharding,
+    replication,
+)
 from actorsnap.state.optim import ModelState, class_names, plain_name, submodules_of
-from actorsnap.state.sharing import Region, memory_of, region_of
-from actorsnap.state.sources import ByteSource, HostMemory
+from actorsnap.state.sharing import Extents, Region, memory_of, region_of
+from actorsnap.state.sources import ByteSource, Captured, HostMemory, Leaf, Part
 from actorsnap.state.stateful import RNGState, validate_app_state
 from actorsnap.state.tensors import (
     DTYPE_NAMES,
     PLAIN_TYPES,
     DeviceSource,
-    StridedSource,
+    StridedMemory,
     address_of,
+    as_bytes,
     c_strides,
+    has_conj_or_neg_bit,
     is_addressable,
     memory_format_of,
     refusal,
-    source_of,
     storage_bytes,
     tensor_type,
 )
@@ -165,26 +173,24 @@ class _Globs:
     def __init__(self, globs: Sequence[str]) -> None:
         if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
             raise UsageError(f"replicated must be a list of globs, not {globs!r}")
-        self._unmatched = dict.fromkeys(globs)
-        self._patterns = {glob: re.compile(_glob_regex(glob), re.DOTALL) for glob in globs}
+        self._matched: set[str] = set()
+        self.patterns = {glob: re.compile(_glob_regex(glob), re.DOTALL) for glob in globs}
 
     def match(self, path: str) -> bool:
         """Whether any glob matches the path, escaped or as typed."""
-        if not self._patterns:
-            return False
         paths = [path, human(path)] if "%" in path else [path]
-        hit = False
-        for glob, pattern in self._patterns.items():
-            if hit and glob not in self._unmatched:
-                continue
-            if any(pattern.fullmatch(text) for text in paths):
-                hit = True
-                self._unmatched.pop(glob, None)
-        return hit
+        hits = [
+            glob
+            for glob, pattern in self.patterns.items()
+            if any([pattern.fullmatch(text) for text in paths])
+        ]
+        self._matched.update(hits)
+        return bool(hits)
 
     def warn_unmatched(self) -> None:
-        for glob in self._unmatched:
-            _log.warning("replicated=%r matches no leaf of the app state", glob)
+        for glob in self.patterns:
+            if glob not in self._matched:
+                _log.warning("replicated=%r matches no leaf of the app state", glob)
 
 
 def _glob_regex(glob: str) -> str:
@@ -211,14 +217,14 @@ class _Collector:
         self._rank = rank
         self._attributes = attributes
         self._describer = Describer()
-        self._globs = globs if globs._patterns else None
+        self._globs = globs if globs.patterns else None
         self._allow_pickle = allow_pickle
         self._parts: list[Part] = []
         self._refused: list[str] = []
-        self._extents: dict[torch.device, sharing.Extents] = {_CPU: sharing.Extents()}
+        self._extents: defaultdict[torch.device, Extents] = defaultdict(Extents)
         self._cpu = self._extents[_CPU]
         self._repeating: list[int] = []
-        self._lanes = devices.Lanes(devices.calls)
+        self._lanes: dict[torch.device, devices.Lane] = {}
         self._waits: set[torch.device] = set()
 
     def add_state(self, key: str, state: object, replicas: Replication | None = None) -> None:
@@ -231,9 +237,11 @@ class _Collector:
             if replicas is not None and not replicated and kind is not Container:
                 replica = replicas.find(human(path.partition("/")[2], "."))
                 if replica is not None:
-                    if self._try_replica(path, value, replica):
+                    members = self._members(replica.ranks)
+                    replicated = len(members) == len(self._ranks)
+                    is_common = replicated and not replica.rank_zero_wins
+                    if not is_common and self._add_replica(path, value, replica, members):
                         continue
-                    replicated = self._covers_all(replica)
             if kind is torch.Tensor or kind is torch.nn.Parameter:
                 self._add_tensor(path, value, replicated)  # type: ignore[arg-type]
             elif kind in _INLINE:
@@ -283,7 +291,7 @@ class _Collector:
     def _add_bytes(self, path: str, kind: str, data: bytes | bytearray, replicated: bool) -> None:
         raw = np.frombuffer(data, np.uint8)
         item = Item(path, "uint8", (raw.nbytes,), raw.nbytes, 1, replicated, is_whole=True)
-        self._parts.append(Leaf(item, source_of(raw), kind, ""))
+        self._parts.append(Leaf(item, as_bytes(raw), kind, ""))
 
     def _pickle_or_refuse(self, path: str, value: object, why: str, replicated: bool) -> None:
         if not self._allow_pickle:
@@ -303,11 +311,11 @@ class _Collector:
         kind: TensorType = "numpy" if type(value) is np.ndarray else "numpy_scalar"
         name = objects.numpy_name(array.dtype)
         if name is not None:
-            dtype = objects.NUMPY_DTYPES[name][1]
+            dtype = array.dtype.name
             item = Item(path, dtype, array.shape, array.nbytes, array.itemsize, replicated)
             if array.nbytes and (region := region_of(array)) is not None:
                 self._track(region, _CPU)
-            self._parts.append(Leaf(item, source_of(array), kind, name))
+            self._parts.append(Leaf(item, as_bytes(array), kind, name))
             return
         try:
             if kind == "numpy_scalar":
@@ -325,10 +333,7 @@ class _Collector:
 
     def _track(self, region: Region, device: torch.device) -> None:
         """Adds the memory of the next part."""
-        extents = self._extents.get(device)
-        if extents is None:
-            extents = self._extents[device] = sharing.Extents()
-        extents.add(len(self._parts), region.start, region.stop)
+        self._extents[device].add(len(self._parts), region.start, region.stop)
         if region.repeats:
             self._repeating.append(len(self._parts))
 
@@ -353,7 +358,7 @@ class _Collector:
             CompositeEntry(
                 path=path,
                 layout=layout,
-                dtype=DTYPE_NAMES[tensor.dtype][0],
+                dtype=DTYPE_NAMES[tensor.dtype],
                 shape=tuple(tensor.shape),
                 parts=tuple([name for name, _ in parts]),
                 parameters={k: objects.encode_inline(v, path) for k, v in parameters.items()},
@@ -374,23 +379,22 @@ class _Collector:
         replicated: bool,
         is_whole: bool = False,
     ) -> None:
-        name, itemsize = DTYPE_NAMES[tensor.dtype]
+        name, itemsize = DTYPE_NAMES[tensor.dtype], tensor.itemsize
         nbytes = tensor.nbytes
         item = Item(
             path, name, tuple(tensor.shape), nbytes, itemsize, replicated, None, None, is_whole
         )
-        is_lazy = tensor.is_neg() or tensor.is_conj()
+        has_bit = has_conj_or_neg_bit(tensor)
         source: ByteSource
         if nbytes == 0:
             source = HostMemory(0, 0, None)
-        elif is_lazy or not tensor.is_contiguous() or not tensor.is_cpu:
+        elif has_bit or not tensor.is_contiguous() or not tensor.is_cpu:
             why = refusal(tensor)
             if why is not None:
                 self._refuse(path, why)
                 return
             source = self._copied(tensor)
-            if not is_lazy:
-                # Stored bytes of a lazily conjugated tensor differ from its memory.
+            if not has_bit:
                 self._track(memory_of(tensor), tensor.device)
         else:  # nearly all tensors: nothing here may be slow
             start = address_of(tensor)
@@ -401,19 +405,17 @@ class _Collector:
             self._cpu.add(len(self._parts), start, start + nbytes)
         leaf = Leaf(item, source, kind, name, requires_grad)
         if len(item.shape) > 3 or kind == "parameter" or self._attributes:
-            self._annotate(leaf, tensor)
+            self._annotate(leaf, tensor, tensor)
         self._parts.append(leaf)
 
-    def _annotate(
-        self, leaf: Leaf, tensor: torch.Tensor, whole: torch.Tensor | None = None
-    ) -> None:
-        """Sets memory format and attributes of ``tensor``; of ``whole`` if it is a part."""
+    def _annotate(self, leaf: Leaf, tensor: torch.Tensor, whole: torch.Tensor) -> None:
+        """Sets the memory format of ``tensor``, and the attributes of ``whole``."""
         if tensor.ndim > 3:
             leaf.memory_format = memory_format_of(tensor)
         path = leaf.item.path
         leaf.attributes = self._attributes.get(path)
         if leaf.kind == "parameter" and leaf.attributes is None:
-            leaf.attributes = objects.encode_attributes(tensor if whole is None else whole, path)
+            leaf.attributes = objects.encode_attributes(whole, path)
 
     def _add_distributed(self, path: str, tensor: torch.Tensor) -> None:
         sharding = self._describer.describe(tensor)
@@ -428,54 +430,45 @@ class _Collector:
                 "in this save; pass a group that has all of them, or save x.full_tensor()",
             )
             return
-        if self._rank in sharding.ranks:
-            self._add_sharded(path, sharding.dtype, sharding.global_shape, sharding.ranks)
-        for piece in sharding.pieces:
+        self._add_pieces(path, sharding, tensor)
+
+    def _add_pieces(self, path: str, whole: Sharding, tensor: torch.Tensor) -> None:
+        ranks = whole.ranks
+        if self._rank in ranks:
+            self.sharded.append(
+                Sharded(path, whole.dtype, whole.global_shape, ranks_digest(ranks), len(ranks))
+            )
+        for piece in whole.pieces:
+            item = Item(
+                path,
+                whole.dtype,
+                piece.box.sizes,
+                piece.tensor.nbytes,
+                piece.tensor.itemsize,
+                offsets=piece.box.offsets,
+                global_shape=whole.global_shape,
+                # Other meshes may have boxes of this name. Equal ones are recognised if uncut.
+                is_whole=len(ranks) < len(self._ranks),
+            )
+            source = self._source(piece.tensor)
             holders = () if piece.holders is None else self._members(piece.holders)
-            leaf = self._add_piece(path, sharding, piece.box, piece.tensor, holders)
+            leaf = Leaf(item, source, whole.kind, whole.dtype, whole.requires_grad, holders)
             self._annotate(leaf, piece.tensor, tensor)
-
-    def _add_sharded(
-        self, path: str, dtype: str, shape: tuple[int, ...], ranks: tuple[int, ...]
-    ) -> None:
-        self.sharded.append(Sharded(path, dtype, shape, ranks_digest(ranks), len(ranks)))
-
-    def _add_piece(
-        self,
-        path: str,
-        whole: Sharding,
-        box: Box,
-        tensor: torch.Tensor,
-        holders: tuple[int, ...],
-    ) -> Leaf:
-        item = Item(
-            path,
-            whole.dtype,
-            box.sizes,
-            tensor.nbytes,
-            tensor.itemsize,
-            offsets=box.offsets,
-            global_shape=whole.global_shape,
-            # Other meshes may have boxes of this name. Equal ones are recognised if uncut.
-            is_whole=len(whole.ranks) < len(self._ranks),
-        )
-        leaf = Leaf(
-            item, self._source(tensor), whole.kind, whole.dtype, whole.requires_grad, holders
-        )
-        self._parts.append(leaf)
-        return leaf
+            self._parts.append(leaf)
 
     def _source(self, tensor: torch.Tensor) -> ByteSource:
-        return source_of(tensor) if is_addressable(tensor) else self._copied(tensor)
+        return as_bytes(tensor) if is_addressable(tensor) else self._copied(tensor)
 
-    def _copied(self, tensor: torch.Tensor) -> DeviceSource | StridedSource:
-
-        lane = self._lanes.of(tensor)
-        if lane is not None:
+    def _copied(self, tensor: torch.Tensor) -> StridedMemory:
+        device = tensor.device
+        if devices.calls.has(tensor):
+            lane = self._lanes.get(device)
+            if lane is None:
+                lane = self._lanes[device] = devices.Lane(devices.calls, device)
             return DeviceSource(tensor, lane)
         if not tensor.is_cpu:
-            self._waits.add(tensor.device)
-        return StridedSource(tensor)
+            self._waits.add(device)
+        return StridedMemory(tensor)
 
     def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
         """Returns the group ranks of global ranks; None means all."""
@@ -483,17 +476,14 @@ class _Collector:
             return tuple(range(len(self._ranks)))
         return tuple([i for i, rank in enumerate(self._ranks) if rank in ranks])
 
-    def _covers_all(self, replica: Replica) -> bool:
-        return len(self._members(replica.ranks)) == len(self._ranks)
-
-    def _try_replica(self, path: str, value: object, replica: Replica) -> bool:
-        """Adds a tensor that only some ranks hold, or of which the first rank's value counts.
+    def _add_replica(
+        self, path: str, value: object, replica: Replica, members: tuple[int, ...]
+    ) -> bool:
+        """Adds a tensor that only ``members`` hold, or of which the first rank's value counts.
 
         Returns False for any other leaf.
         """
-        if type(value) not in PLAIN_TYPES or (
-            self._covers_all(replica) and not replica.rank_zero_wins
-        ):
+        if type(value) not in PLAIN_TYPES:
             return False
         assert isinstance(value, torch.Tensor)
         if is_composite(value) or value.is_nested:
@@ -502,27 +492,26 @@ class _Collector:
         if why is not None:
             self._refuse(path, why)
             return True
-        members = self._members(replica.ranks)
-        name, itemsize = DTYPE_NAMES[value.dtype]
+        name, kind = DTYPE_NAMES[value.dtype], tensor_type(value)
         shape = tuple(value.shape)
-        if self._covers_all(replica):
-            if self._ranks[members[0]] != self._rank:
+        if len(members) == len(self._ranks):
+            if self._ranks[0] != self._rank:
                 return True  # the first rank stores it
-            item = Item(path, name, shape, value.nbytes, itemsize, replicated=True)
-            source, kind = self._source(value), tensor_type(value)
+            item = Item(path, name, shape, value.nbytes, value.itemsize, replicated=True)
+            source = self._source(value)
             leaf = Leaf(item, source, kind, name, value.requires_grad, rank_zero_wins=True)
+            self._annotate(leaf, value, value)
             self._parts.append(leaf)
-        else:
-            # One box, so that any rank can restore it. With rank_zero_wins a rank names itself
-            # only: another group may use the same name for another buffer.
-            whole = Sharding(
-                shape, name, tensor_type(value), value.requires_grad, tuple(members), ()
-            )
-            among = [self._rank] if replica.rank_zero_wins else [self._ranks[i] for i in members]
-            self._add_sharded(path, name, shape, tuple(among))
-            holders = () if replica.rank_zero_wins else members
-            leaf = self._add_piece(path, whole, Box.whole(shape), value, holders)
-        self._annotate(leaf, value)
+            return True
+        # One box, so that any rank can restore it. With rank_zero_wins a rank names itself only:
+        # another group may use the same name for another buffer.
+        holders = None
+        ranks: tuple[int, ...] = (self._rank,)
+        if not replica.rank_zero_wins:
+            holders = ranks = tuple([self._ranks[i] for i in members])
+        piece = LocalPiece(Box.whole(shape), value, holders)
+        whole = Sharding(shape, name, kind, value.requires_grad, ranks, (piece,))
+        self._add_pieces(path, whole, value)
         return True
 
     def mark_devices(self) -> None:
@@ -530,9 +519,10 @@ class _Collector:
 
         Synchronizes devices without a lane.
         """
-        self._lanes.mark()
+        for lane in self._lanes.values():
+            lane.mark()
         for device in self._waits:
-            torch.accelerator.current_stream(device).synchronize()
+            devices.synchronize(device)
 
     def finish(self) -> list[Part]:
         replaced: dict[int, list[Part]] = {}
@@ -556,7 +546,7 @@ class _Collector:
         if isinstance(leaf.source, HostMemory):
             shape = leaf.item.shape
             return Region(leaf.source.address, leaf.item.itemsize, shape, c_strides(shape))
-        assert isinstance(leaf.source, DeviceSource | StridedSource)
+        assert isinstance(leaf.source, StridedMemory)
         region = region_of(leaf.source.owner)
         assert region is not None
         return region
@@ -629,20 +619,14 @@ def _why_not_inline(value: object, error: objects.NotInline) -> str:
 def _span(group: sharing.AliasGroup, members: Sequence[Leaf]) -> ByteSource | None:
     """Returns None if one tensor cannot cover the memory of a group."""
     size = group.stop - group.start
-    sources = [leaf.source for leaf in members]
+    sources: list[Any] = [leaf.source for leaf in members]
     for source in sources:
-        owner: Any = source.owner  # type: ignore[attr-defined]
-        is_on_device = isinstance(source, DeviceSource) or (
-            isinstance(source, StridedSource)
-            and isinstance(owner, torch.Tensor)
-            and not owner.is_cpu
-        )
-        if not is_on_device:
+        owner = source.owner
+        if not isinstance(owner, torch.Tensor) or owner.is_cpu:
             return HostMemory(group.start, size, sources)
         raw = storage_bytes(owner, group.start, size)
-        if raw is not None and isinstance(source, DeviceSource):
-            return DeviceSource(raw, source.copier)
         if raw is not None:
-            return StridedSource(raw)
+            is_packed = isinstance(source, DeviceSource)
+            return DeviceSource(raw, source.copier) if is_packed else StridedMemory(raw)
     # Storages overlap by other means than torch's: each is stored separately.
     return None

@@ -14,18 +14,11 @@ from typing import Any, Final, TypeAlias
 import torch
 
 from actorsnap.format.manifest import COMPOSITE_PARTS, CompositeLayout
-from actorsnap.state.tensors import DTYPE_NAMES, DTYPES, QUANTIZED, c_strides
+from actorsnap.state.tensors import DTYPE_NAMES, DTYPES, QUANTIZED, SPARSE_LAYOUTS, c_strides
 
 __all__ = ["assemble", "is_composite", "part_shape", "take_apart"]
 
-_LAYOUTS: Final[dict[torch.layout, CompositeLayout]] = {
-    torch.sparse_coo: "sparse_coo",
-    torch.sparse_csr: "sparse_csr",
-    torch.sparse_csc: "sparse_csc",
-    torch.sparse_bsr: "sparse_bsr",
-    torch.sparse_bsc: "sparse_bsc",
-}
-_COMPRESSED: Final = {name: layout for layout, name in _LAYOUTS.items() if name != "sparse_coo"}
+_COMPRESSED: Final = {name: kind for kind, name in SPARSE_LAYOUTS.items() if name != "sparse_coo"}
 
 _INT_REPR: Final = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 _PACKED: Final = {"quint4x2": 2, "quint2x4": 4}
@@ -47,7 +40,7 @@ def take_apart(tensor: torch.Tensor) -> _Parts | str:
     tensor = tensor.detach()
     if tensor.dtype in QUANTIZED:
         return _take_quantized_apart(tensor)
-    layout: CompositeLayout = _LAYOUTS[tensor.layout]
+    layout: CompositeLayout = SPARSE_LAYOUTS[tensor.layout]
     parameters: dict[str, Any] = {}
     if layout == "sparse_coo":
         parameters["is_coalesced"] = tensor.is_coalesced()
@@ -60,7 +53,7 @@ def take_apart(tensor: torch.Tensor) -> _Parts | str:
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the integers of a quantized tensor, in its own memory."""
-    name, _ = DTYPE_NAMES[tensor.dtype]
+    name = DTYPE_NAMES[tensor.dtype]
     storage = tensor.untyped_storage()
     if name in _PACKED:
         size = _packed_bytes(tensor.shape, name)
@@ -77,7 +70,7 @@ def _packed_bytes(shape: Sequence[int], name: str) -> int:
 
 
 def _take_quantized_apart(tensor: torch.Tensor) -> _Parts | str:
-    name, _ = DTYPE_NAMES[tensor.dtype]
+    name = DTYPE_NAMES[tensor.dtype]
     if name in _PACKED and not (tensor.is_contiguous() and tensor.storage_offset() == 0):
         return f"is a view of packed {name} elements; clone the tensor"
     scheme = tensor.qscheme()
@@ -97,7 +90,7 @@ def part_shape(dtype: str, shape: Sequence[int], part: str) -> tuple[str, tuple[
     if dtype in _PACKED:
         return "uint8", (_packed_bytes(shape, dtype),)
     if dtype in _INT_REPR:
-        return DTYPE_NAMES[_INT_REPR[dtype]][0], tuple(shape)
+        return DTYPE_NAMES[_INT_REPR[dtype]], tuple(shape)
     raise ValueError(f"{dtype} is no quantized dtype")
 
 

@@ -1,6 +1,8 @@
-"""Copies tensors from CUDA devices to the host (``docs/decisions/0013-staging-copies.md``).
+"""All calls to devices; copies from CUDA to the host (``docs/decisions/0013-staging-copies.md``).
 
-- *Order.* ``Lanes.mark`` records events on the caller's streams. Copies run on one other stream per
+Another kind of device needs a class like ``Cuda`` here, and states of random generators.
+
+- *Order.* ``Lane.mark`` records events on the caller's streams. Copies run on one other stream per
   device, which waits for them. Only worker threads wait for a device.
 - *Device memory.* Tensors stay alive until their copies end; ``record_stream`` would delay reuse
   for longer. Slabs belong to the copy stream and are reused in its order.
@@ -14,13 +16,26 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Final, Protocol
+from itertools import groupby
+from typing import Any, Final
 
 import torch
 
+from actorsnap.log import Log
 from actorsnap.state.sources import Cut, Pinner
 
-__all__ = ["CopyStream", "Cuda", "DeviceCalls", "Event", "Lane", "Lanes"]
+__all__ = [
+    "GENERATORS",
+    "Cuda",
+    "CudaEvent",
+    "CudaStream",
+    "Lane",
+    "fork_generators",
+    "generator_states",
+    "synchronize",
+]
+
+_log = Log(__name__)
 
 _SLAB_BYTES: Final = 4 << 20
 """Maximum size of a slab, in bytes. Copies of this size saturate the bus."""
@@ -29,116 +44,37 @@ _DIRECT_BYTES: Final = 1 << 20
 """Minimum size of a tensor that is not packed, in bytes."""
 
 
-class Event(Protocol):
-    def wait(self) -> None:
-        """Blocks until the device reaches this point. Releases the GIL.
-
-        Raises ``RuntimeError`` if earlier work of the stream failed.
-        """
-        ...
-
-
-class CopyStream(Protocol):
-    """Work on a device, in order, after the calls return. The caller keeps tensors alive."""
-
-    def wait_for(self, event: Event) -> None:
-        """Makes later work wait for ``event``, of any stream."""
-        ...
-
-    def empty(self, nbytes: int) -> torch.Tensor:
-        """Returns ``uint8`` memory for later work; may be dropped after the last call with it.
-
-        Raises ``torch.OutOfMemoryError``.
-        """
-        ...
-
-    def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
-        """Copies elements. One side may be host memory if both are contiguous bytes."""
-        ...
-
-    def pack(self, out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
-        """Concatenates flat tensors of bytes on the device."""
-        ...
-
-    def mark(self) -> Event: ...
-
-
-class DeviceCalls(Protocol):
-    def has(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is on a device of this kind."""
-        ...
-
-    def mark(self, device: torch.device) -> Event:
-        """Returns the current end of the caller's stream."""
-        ...
-
-    def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the same device, made on the caller's stream.
-
-        Raises ``torch.OutOfMemoryError``.
-        """
-        ...
-
-    def stream(self, device: torch.device) -> CopyStream:
-        """Returns the device's one stream for copies."""
-        ...
-
-    def current(self, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-        """Returns a factory of contexts that select the caller's stream in any thread."""
-        ...
-
-    def pinner(self, device: torch.device) -> Pinner:
-        """Returns a pinner for all devices, which calls this one."""
-        ...
-
-    def own_pinner(self) -> Pinner | None:
-        """Returns the pinner of the caller's device; None if none is in use."""
-        ...
-
-
-class Lanes:
-    """One per device, for one call."""
-
-    def __init__(self, calls: DeviceCalls) -> None:
-        self._calls = calls
-        self._lanes: dict[torch.device, Lane] = {}
-
-    def of(self, tensor: torch.Tensor) -> Lane | None:
-        """Returns None for another kind of device."""
-        if not self._calls.has(tensor):
-            return None
-        lane = self._lanes.get(tensor.device)
-        if lane is None:
-            lane = self._lanes[tensor.device] = Lane(self._calls, tensor.device)
-        return lane
-
-    def mark(self) -> None:
-        """Makes copies wait for the work that the calling thread has queued."""
-        for lane in self._lanes.values():
-            lane.mark()
-
-
 class Lane:
-    """Copies from one device. Implements ``DeviceCopier``."""
+    """Copies from one device, for one call: from sources whose ``copier`` it is."""
 
-    def __init__(self, calls: DeviceCalls, device: torch.device) -> None:
+    def __init__(self, calls: Cuda, device: torch.device) -> None:
         self._calls = calls
         self._device = device
-        self._ready: Event | None = None
+        self._ready: CudaEvent | None = None
 
     @property
     def pinner(self) -> Pinner:
+        """Pins the memory that is copied into."""
         return self._calls.pinner(self._device)
 
     def mark(self) -> None:
+        """Makes copies wait for the work that the calling thread has queued."""
         self._ready = self._calls.mark(self._device)
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See ``DeviceCalls``. ``mark`` must follow."""
+        """See ``Cuda``. ``mark`` must follow."""
         return self._calls.twin(tensor)
 
     def begin(self, out: memoryview, cuts: Sequence[Cut]) -> Callable[[], None]:
-        """Sources of ``cuts`` are ``tensors.DeviceSource``."""
+        """Begins copies; returns a function that waits for their end. Call it once.
+
+        Args:
+            out: Must live until then, as must the sources.
+            cuts: Of ``tensors.DeviceSource``, ascending by ``at``.
+
+        Raises:
+            Exception: An error of the device, here or later. All copies have ended then.
+        """
         assert self._ready is not None
         host = torch.frombuffer(out, dtype=torch.uint8)
         stream = self._calls.stream(self._device)
@@ -177,7 +113,6 @@ def _runs(cuts: Iterable[Cut]) -> Iterator[list[Cut]]:
 
 
 def _fitting(cuts: Iterable[Cut]) -> Iterator[Cut]:
-
     for cut in cuts:
         if cut.nbytes <= _SLAB_BYTES or _is_direct(cut):
             yield cut
@@ -191,50 +126,36 @@ def _is_direct(cut: Cut) -> bool:
     return cut.nbytes >= _DIRECT_BYTES and cut.source.flat is not None
 
 
-def _bring(stream: CopyStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
+def _bring(stream: CudaStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
     first, last = run[0], run[-1]
-    flat = _flat(first)
-    if len(run) == 1 and flat is not None:
-        stream.copy(host[first.at : first.at + first.nbytes], flat)
+    are_flat = all([cut.source.flat is not None for cut in run])
+    slab = None
+    if len(run) > 1 or not are_flat:
+        try:
+            slab = stream.empty(last.at + last.nbytes - first.at)
+        except torch.OutOfMemoryError:
+            if not are_flat:
+                raise
+    if slab is None:  # one tensor, or the device is full
+        for cut in run:
+            stream.copy(host[cut.at : cut.at + cut.nbytes], _flat(cut))
         return
-    try:
-        slab = stream.empty(last.at + last.nbytes - first.at)
-    except torch.OutOfMemoryError:
-        # The device is full: copy tensor by tensor.
-        flats = [(cut, _flat(cut)) for cut in run]
-        if any([flat is None for _, flat in flats]):
-            raise
-        for cut, flat in flats:
-            assert flat is not None
-            stream.copy(host[cut.at : cut.at + cut.nbytes], flat)
-        return
-    flats_of_slab: list[torch.Tensor] = []
-    begun = 0
-
-    def pack(until: int) -> None:
-        nonlocal begun
-        if flats_of_slab:
-            stream.pack(slab[begun:until], flats_of_slab)
-            flats_of_slab.clear()
-        begun = until
-
-    for cut in run:
-        at = cut.at - first.at
-        flat = _flat(cut)
-        if flat is not None:
-            flats_of_slab.append(flat)
+    for is_flat, group in groupby(run, lambda cut: cut.source.flat is not None):
+        cuts = list(group)
+        if is_flat:
+            start, stop = cuts[0].at - first.at, cuts[-1].at + cuts[-1].nbytes - first.at
+            stream.pack(slab[start:stop], [_flat(cut) for cut in cuts])
             continue
-        pack(at)
-        for part, elements in cut.source.pairs(cut.start, slab[at : at + cut.nbytes]):
-            stream.copy(elements, part)
-        begun = at + cut.nbytes
-    pack(slab.numel())
+        for cut in cuts:
+            at = cut.at - first.at
+            for part, elements in cut.source.pairs(cut.start, slab[at : at + cut.nbytes]):
+                stream.copy(elements, part)
     stream.copy(host[first.at : last.at + last.nbytes], slab)
 
 
-def _flat(cut: Cut) -> torch.Tensor | None:
-    flat: torch.Tensor | None = cut.source.flat
-    return None if flat is None else flat[cut.start : cut.start + cut.nbytes]
+def _flat(cut: Cut) -> torch.Tensor:
+    flat: torch.Tensor = cut.source.flat
+    return flat[cut.start : cut.start + cut.nbytes]
 
 
 class Cuda:
@@ -242,31 +163,41 @@ class Cuda:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._streams: dict[torch.device, _CudaStream] = {}
+        self._streams: dict[torch.device, CudaStream] = {}
 
     def has(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is on a device of this kind."""
         return tensor.is_cuda
 
-    def mark(self, device: torch.device) -> Event:
-        return _CudaEvent(torch.cuda.current_stream(device))
+    def mark(self, device: torch.device) -> CudaEvent:
+        """Returns the current end of the caller's stream."""
+        return CudaEvent(torch.cuda.current_stream(device))
 
     def twin(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns a copy on the same device, made on the caller's stream.
+
+        Raises ``torch.OutOfMemoryError``.
+        """
         return tensor.clone()
 
-    def stream(self, device: torch.device) -> CopyStream:
+    def stream(self, device: torch.device) -> CudaStream:
+        """Returns the device's one stream for copies."""
         with self._lock:
             stream = self._streams.get(device)
             if stream is None:
-                stream = self._streams[device] = _CudaStream(device)
+                stream = self._streams[device] = CudaStream(device)
             return stream
 
     def current(self, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
+        """Returns a factory of contexts that select the caller's stream in any thread."""
         return partial(_entered, torch.cuda.current_stream(device))
 
     def pinner(self, device: torch.device) -> Pinner:
+        """Returns a pinner for all devices, which calls this one."""
         return _CudaPinner(device)
 
     def own_pinner(self) -> Pinner | None:
+        """Returns the pinner of the caller's device; None if none is in use."""
         if not torch.cuda.is_initialized():
             return None
         return _CudaPinner(torch.device("cuda", torch.cuda.current_device()))
@@ -305,7 +236,7 @@ _PORTABLE: Final = 1
 """``cudaHostRegisterPortable``: for all devices."""
 
 
-class _CudaEvent:
+class CudaEvent:
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self._device = stream.device
         # Blocking: the waiting thread does not spin.
@@ -313,36 +244,80 @@ class _CudaEvent:
         self.event.record(stream)
 
     def wait(self) -> None:
+        """Blocks until the device reaches this point. Releases the GIL.
+
+        Raises ``RuntimeError`` if earlier work of the stream failed.
+        """
         with torch.cuda.device(self._device):
             self.event.synchronize()
 
 
-class _CudaStream:
+class CudaStream:
+    """Work on a device, in order, after the calls return. The caller keeps tensors alive."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
-    def wait_for(self, event: Event) -> None:
-        assert isinstance(event, _CudaEvent)
+    def wait_for(self, event: CudaEvent) -> None:
+        """Makes later work wait for ``event``, of any stream."""
         with torch.cuda.device(self._device):
             self._stream.wait_event(event.event)
 
     def empty(self, nbytes: int) -> torch.Tensor:
+        """Returns ``uint8`` memory for later work; may be dropped after the last call with it.
 
+        Raises ``torch.OutOfMemoryError``.
+        """
         with _entered(self._stream):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
+        """Copies elements. One side may be host memory if both are contiguous bytes."""
         with _entered(self._stream):
             out.copy_(source, non_blocking=True)
 
     def pack(self, out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
+        """Concatenates flat tensors of bytes on the device."""
         with _entered(self._stream):
             torch.cat(list(sources), out=out)
 
-    def mark(self) -> Event:
-        return _CudaEvent(self._stream)
+    def mark(self) -> CudaEvent:
+        return CudaEvent(self._stream)
 
 
-calls: DeviceCalls = Cuda()
+calls = Cuda()
 """Tests replace it."""
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the caller's stream, of a device of another kind."""
+    torch.accelerator.current_stream(device).synchronize()
+
+
+def generator_states() -> dict[str, list[torch.Tensor]]:
+    """Returns the states of random generators, by names in ``GENERATORS``."""
+    return {"cuda": torch.cuda.get_rng_state_all()} if torch.cuda.is_initialized() else {}
+
+
+def _set_cuda_generators(states: list[torch.Tensor]) -> None:
+    num_devices = torch.cuda.device_count()
+    if len(states) > num_devices:
+        _log.warning(
+            "the snapshot has random states of %d CUDA devices, this process has %d; "
+            "the rest is not restored",
+            len(states),
+            num_devices,
+        )
+    for device, state in enumerate(states[:num_devices]):
+        torch.cuda.set_rng_state(state.cpu(), device)
+
+
+GENERATORS: Final[dict[str, Callable[[Any], None]]] = {"cuda": _set_cuda_generators}
+"""Functions that set states, by name in a snapshot."""
+
+
+def fork_generators(tensors: Iterable[torch.Tensor]) -> AbstractContextManager[None]:
+    """Keeps the states of the CPU's generator and of those of the tensors' devices."""
+    used = {tensor.device for tensor in tensors}
+    return torch.random.fork_rng([device for device in used if device.type == "cuda"])

@@ -112,8 +112,6 @@ class Describer:
             )
         if local.numel() == 0:
             pieces = [LocalPiece(placed[0].box, local.reshape(shape), holders)]
-        elif len(placed) == 1:
-            pieces = [LocalPiece(placed[0].box, local, holders)]
         else:
             pieces = [LocalPiece(p.box, _narrow(local, p.local), holders) for p in placed]
         return _sharding(tensor, shape, ranks, pieces)
@@ -141,8 +139,9 @@ def _sharding(
         return f"is a sharded tensor of dtype {tensor.dtype}, which cannot be stored"
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     kind: TensorType = "parameter" if is_parameter else tensor_type(tensor)
-    dtype, _ = DTYPE_NAMES[tensor.dtype]
-    return Sharding(shape, dtype, kind, tensor.requires_grad, ranks, tuple(pieces))
+    return Sharding(
+        shape, DTYPE_NAMES[tensor.dtype], kind, tensor.requires_grad, ranks, tuple(pieces)
+    )
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -269,33 +268,22 @@ class Replica(msgspec.Struct, frozen=True, gc=False):
     rank_zero_wins: bool = False
 
 
-class Replication:
-    def __init__(self) -> None:
-        self._names: dict[str, Replica | None] = {}
-        self._prefixes: list[tuple[str, Replica]] = []
+class Replication(dict[str, "Replica | None"]):
+    """Replicas by name, and by prefix of names; prefixes are empty or end in a dot.
 
-    def __bool__(self) -> bool:
-        return bool(self._names or self._prefixes)
+    Names join the keys below the top-level key by dots: ``state.3.step``. None excludes a name from
+    prefixes.
+    """
 
     def find(self, name: str) -> Replica | None:
-        """Returns None for a leaf that may be private to this rank.
-
-        ``name`` joins the keys below the top-level key by dots: ``state.3.step``.
-        """
-        if name in self._names:
-            return self._names[name]
-        for prefix, replica in self._prefixes:
-            if not prefix or name.startswith(prefix):
-                return replica
-        return None
-
-    def add_name(self, name: str, replica: Replica | None) -> None:
-        """None excludes the leaf from prefixes."""
-        self._names[name] = replica
-
-    def add_prefix(self, prefix: str, replica: Replica) -> None:
-        self._prefixes.append((prefix, replica))
-        self._prefixes.sort(key=lambda item: -len(item[0]))
+        """Returns None for a leaf that may be private to this rank."""
+        if name in self:
+            return self[name]
+        while name:
+            name = name.rpartition(".")[0]
+            if f"{name}." in self:
+                return self[f"{name}."]
+        return self.get("")
 
 
 def replication(app_state: Mapping[str, object]) -> dict[str, Replication]:
@@ -379,11 +367,11 @@ def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = Fa
 
     for name, ddp, ranks in _synchronised_modules(module):
         # The placeholder makes plain names work for a prefix.
-        result.add_prefix(name_of(name, "module", "?").removesuffix("?"), Replica(ranks))
+        result[name_of(name, "module", "?").removesuffix("?")] = Replica(ranks)
         for buffer, _ in ddp.named_buffers(remove_duplicate=False):
-            result.add_name(name_of(name, buffer), Replica(ranks, rank_zero_wins=True))
+            result[name_of(name, buffer)] = Replica(ranks, rank_zero_wins=True)
         for ignored in ddp.parameters_to_ignore:
-            result.add_name(name_of(name, "module", ignored), None)
+            result[name_of(name, "module", ignored)] = None
     return result
 
 
@@ -412,37 +400,24 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
 def _of_optimizer(
     optimizer: torch.optim.Optimizer, synchronised: Mapping[int, Ranks | None]
 ) -> Replication:
-    result = Replication()
     found = [_of_parameter(p, synchronised) for p in _parameters(optimizer)]
     if found and found[0] is not None and all(replica == found[0] for replica in found):
-        result.add_prefix("", found[0])
-        return result
-    for number, replica in enumerate(found):
-        if replica is not None:
-            result.add_prefix(f"state.{number}.", replica)
-    return result
+        return Replication({"": found[0]})
+    return Replication({f"state.{n}.": replica for n, replica in enumerate(found) if replica})
 
 
 def _of_model_state(state: ModelState, synchronised: Mapping[int, Ranks | None]) -> Replication:
     result = _of_module(state.model, "model.", is_plain=True)
-    replicas: dict[int, Replica | None] = {}
-    kinds: set[Replica | None] = set()
-    for optimizer in state.optimizers:
-        found = _parameters(optimizer)
-        if not found:
-            kinds.add(None)
-        for parameter in found:
-            replica = replicas[id(parameter)] = _of_parameter(parameter, synchronised)
-            kinds.add(replica)
-    if len(kinds) == 1 and None not in kinds:
-        (whole,) = kinds
-        assert whole is not None
-        result.add_prefix("optim.", whole)
+    found = [_parameters(optimizer) for optimizer in state.optimizers]
+    replicas = {id(p): _of_parameter(p, synchronised) for parameters in found for p in parameters}
+    kinds = set(replicas.values())
+    if all(found) and len(kinds) == 1 and None not in kinds:
+        result["optim."] = kinds.pop()
         return result
     for name, parameter in state.model.named_parameters():
         replica = replicas.get(id(parameter))
         if replica is not None:
             fqn = plain_name(state.model, name).replace("_checkpoint_wrapped_module.", "")
             for section in ("state", "param_groups"):
-                result.add_prefix(f"optim.{section}.{fqn}.", replica)
+                result[f"optim.{section}.{fqn}."] = replica
     return result

@@ -1,5 +1,7 @@
 """Finds leaves that may be copied after the call returns, and detects changes to them.
 
+Also installs the hooks that make an optimizer's step wait.
+
 Only tensors that nothing but an optimizer's step changes are *lazy*: parameters that require
 gradients, of modules in the app state, and the state of its optimizers. Leaves are matched by
 memory, so any view counts. Others are *eager*.
@@ -13,6 +15,7 @@ save guarded the optimizer. Addresses are compared, too: no counter shows a move
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -22,22 +25,22 @@ from typing import Any, TypeAlias
 import numpy as np
 import torch
 
+from actorsnap.errors import UsageError
 from actorsnap.log import Log
 from actorsnap.planning.lazy_order import set_aside
 from actorsnap.planning.packing import Piece
-from actorsnap.state.captured import Leaf
 from actorsnap.state.optim import ModelState, submodules_of
 from actorsnap.state.sharing import Extents, Region, memory_of, touched_without_gaps
-from actorsnap.state.sources import HostMemory, gather
+from actorsnap.state.sources import HostMemory, Leaf, gather
 from actorsnap.state.tensors import (
     PLAIN_TYPES,
     QUANTIZED,
     DeviceSource,
-    StridedSource,
+    StridedMemory,
     address_of,
 )
 
-__all__ = ["LazyState", "find_lazy", "tensors_of"]
+__all__ = ["LazyState", "StepHook", "check_optimizer", "find_lazy", "tensors_of"]
 
 _log = Log(__name__)
 
@@ -277,7 +280,6 @@ def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 @cache
 def _warn_of_uncounted(kind: str) -> None:
-
     _log.warning(
         'stage="lazy": the tensors that %s trains were copied before async_take returned. Its '
         "steps move no version counter, so an early one could not be noticed. Call "
@@ -318,8 +320,6 @@ _Place: TypeAlias = tuple[torch.Tensor, int]
 
 
 def _places_of(source: Any) -> Sequence[_Place]:
-    if isinstance(source, HostMemory) and isinstance(source.owner, torch.Tensor):
-        return ((source.owner, source.address),)  # nearly all
     return [(owner, address_of(owner)) for owner in _owners(source)]
 
 
@@ -333,7 +333,7 @@ def _owners(source: Any) -> Iterator[torch.Tensor]:
 
 
 def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
-    found: _ByDevice = {}
+    found: _ByDevice = defaultdict(Extents)
     for number, tensor in tensors:
         tensor = _local(tensor)
         if tensor.layout is torch.strided and not tensor.is_nested:
@@ -342,8 +342,8 @@ def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
 
 
 def _extents_of_leaves(leaves: Sequence[Leaf]) -> _ByDevice:
-    found: _ByDevice = {}
-    cpu = found[torch.device("cpu")] = Extents()
+    found: _ByDevice = defaultdict(Extents)
+    cpu = found[torch.device("cpu")]
     for number, leaf in enumerate(leaves):
         source: Any = leaf.source
         if isinstance(source.owner, np.ndarray):
@@ -360,10 +360,7 @@ def _add(found: _ByDevice, number: int, tensor: torch.Tensor) -> None:
     start, nbytes = address_of(tensor), tensor.nbytes
     if nbytes and start and tensor.dtype not in QUANTIZED:
         stop = start + nbytes if tensor.is_contiguous() else memory_of(tensor).stop
-        extents = found.get(device := tensor.device)
-        if extents is None:
-            extents = found[device] = Extents()
-        extents.add(number, start, stop)
+        found[tensor.device].add(number, start, stop)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -380,7 +377,7 @@ def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -
                 return True
         held = Region(source.address, 1, (source.nbytes,), (1,))
     else:
-        assert isinstance(source, DeviceSource | StridedSource)
+        assert isinstance(source, StridedMemory)
         held = memory_of(source.owner)
     regions = [memory_of(_local(tensors[number])) for number in found]
     return any([held.layout == region.layout for region in regions]) or touched_without_gaps(
@@ -443,3 +440,63 @@ def _copy_on_device(leaf: Leaf) -> bool:
     except torch.OutOfMemoryError:
         return False  # the model fills the device
     return True
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ``UsageError`` if it takes no step hooks."""
+    is_bare = isinstance(optimizer, torch.optim.Optimizer) and not hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    )  # a wrapper that has not initialised its base class
+    if (
+        is_bare
+        or not callable(getattr(optimizer, "register_step_pre_hook", None))
+        or not hasattr(optimizer, "param_groups")
+    ):
+        raise UsageError(
+            f"guard takes torch.optim.Optimizers, not {type(optimizer).__qualname__}; guard "
+            "the optimizer inside of it, or wait for staged() before its step"
+        )
+
+
+class StepHook:
+    """Calls ``before`` before each step of an optimizer, until it returns True.
+
+    Hooks must not be removed while torch iterates over them. So a post-step hook removes the
+    pre-step hook, and the last one removes all post-step hooks.
+
+    Args:
+        optimizer: Passes ``check_optimizer``.
+        before: Runs in the thread of the step. If it raises, so does the step, before any change.
+    """
+
+    def __init__(self, optimizer: Any, before: Callable[[], bool]) -> None:
+        self._before: Callable[[], bool] | None = before
+        self._post_handle: Any = None
+        # Compiled steps call the hook uncompiled.
+        hook = torch.compiler.disable(self._before_step)
+        self._handle = optimizer.register_step_pre_hook(hook)
+
+    def remove(self) -> None:
+        """The optimizer must not step meanwhile."""
+        self._before = None
+        self._handle.remove()
+        if self._post_handle is not None:
+            self._post_handle.remove()
+
+    def _before_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        before = self._before
+        if before is not None and before():
+            self._before = before = None
+        if before is None and self._post_handle is None:
+            after = torch.compiler.disable(self._after_step)
+            after.actorsnap_hook = self
+            self._post_handle = optimizer.register_step_post_hook(after)
+
+    def _after_step(self, optimizer: Any, args: object, kwargs: object) -> None:
+        self._handle.remove()
+        hooks = optimizer._optimizer_step_post_hooks
+        if next(reversed(hooks), None) == self._post_handle.id:
+            # The iteration ends here, so all can be removed.
+            for after in list(hooks.values()):
+                if (hook := getattr(after, "actorsnap_hook", None)) is not None:
+                    hook._post_handle.remove()

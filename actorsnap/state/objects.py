@@ -180,8 +180,6 @@ def decode_inline(encoded: Any, path: str) -> Any:
     Raises:
         FormatError: ``encoded`` encodes no value. Names ``path``.
     """
-    if encoded is None or type(encoded) in (str, bool, int, float):
-        return encoded
     try:
         return _decode(encoded, 0)
     except FormatError as error:
@@ -334,21 +332,19 @@ def pickled(value: object) -> bytes:
     return out.getvalue()
 
 
-NUMPY_DTYPES: Final[dict[str, tuple[np.dtype[Any], str]]] = {
-    dtype.str: (dtype, name)
+NUMPY_DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    np.dtype(name).str: np.dtype(name)
     for name in (
         *("bool", "int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"),
         *("float16", "float32", "float64", "complex64", "complex128"),
     )
-    for dtype in [np.dtype(name)]
 }
-"""By numpy's type string: the numpy dtype and the equal torch dtype's name."""
+"""Dtypes that torch has, too, with the same name; by numpy's type string."""
 
 
 def numpy_name(dtype: np.dtype[Any]) -> str | None:
     """Returns None for a dtype that torch lacks."""
-    name = dtype.str
-    return name if name in NUMPY_DTYPES and NUMPY_DTYPES[name][0] == dtype else None
+    return dtype.str if NUMPY_DTYPES.get(dtype.str) == dtype else None
 
 
 def array_to_npy(array: np.ndarray[Any, Any]) -> bytes:

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from actorsnap.errors import UsageError, describe, printable
+from actorsnap.state.devices import fork_generators
 
 __all__ = [
     "ModelState",
@@ -132,24 +133,22 @@ _COUNTERS: Final = ("step", "steps", "n_iter")
 def _step_on_zeros(
     optimizer: torch.optim.Optimizer, groups: Sequence[tuple[dict[str, Any], list[torch.Tensor]]]
 ) -> None:
-    before = [
-        (group, {name: _copied(value) for name, value in group.items() if name != "params"})
-        for group in optimizer.param_groups
-    ]
-    everything = [(group, group["params"]) for group in optimizer.param_groups]
-    devices = [d for d in {p.device for _, found in groups for p in found} if d.type == "cuda"]
-    lacking = {id(group): parameters for group, parameters in groups}
+    before = []
+    for group in optimizer.param_groups:
+        tensors = [value for value in group.values() if isinstance(value, torch.Tensor)]
+        before.append((group, dict(group), [(tensor, tensor.clone()) for tensor in tensors]))
     stand_ins: dict[int, list[torch.Tensor]] = {}
-    for number, parameters in lacking.items():
-        stand_ins[number] = [torch.nn.Parameter(_zeros(p.detach())) for p in parameters]
-        for stand_in in stand_ins[number]:
+    for group, parameters in groups:
+        made = [torch.nn.Parameter(_zeros(p.detach())) for p in parameters]
+        for stand_in in made:
             stand_in.grad = torch.zeros_like(stand_in)
+        stand_ins[id(group)] = [*made]
     # ``step`` without hooks.
     step: Any = getattr(type(optimizer).step, "__wrapped__", type(optimizer).step)
     try:
-        for group, _ in everything:
+        for group in optimizer.param_groups:
             group["params"] = stand_ins.get(id(group), [])
-        with torch.random.fork_rng(devices), torch.enable_grad():
+        with fork_generators(p for _, found in groups for p in found), torch.enable_grad():
             step(optimizer)
     except Exception as error:
         raise UsageError(
@@ -157,13 +156,11 @@ def _step_on_zeros(
             "run one step before the restore"
         ) from error
     finally:
-        for group, parameters in everything:
-            group["params"] = parameters
-        for group, old in before:
-            for name in [name for name in group if name != "params" and name not in old]:
-                del group[name]
-            for name, value in old.items():
-                _put_back(group, name, value)
+        for group, old, values in before:
+            group.clear()
+            group.update(old)
+            for tensor, value in values:
+                tensor.detach().copy_(value)
         for group, parameters in groups:
             _adopt(optimizer, parameters, stand_ins[id(group)])
     for state in [optimizer.state[p] for _, found in groups for p in found if p in optimizer.state]:
@@ -173,17 +170,6 @@ def _step_on_zeros(
                 value.zero_()
             elif isinstance(value, int | float):
                 state[name] = type(value)(0)
-
-
-def _copied(value: Any) -> Any:
-    return (value, value.detach().clone()) if isinstance(value, torch.Tensor) else value
-
-
-def _put_back(group: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[0], torch.Tensor):
-        value[0].detach().copy_(value[1])
-        value = value[0]
-    group[name] = value
 
 
 def class_names(optimizers: Sequence[torch.optim.Optimizer]) -> str:
@@ -304,7 +290,7 @@ class ModelState:
         state: dict[str, Any] = {"model": names.get_model_state_dict(self.model)}
         if self.optimizers:
             state["optim"] = names.get_optimizer_state_dict(
-                self.model, self.optimizers, options=self._options(strict=True)
+                self.model, self.optimizers, options=self._options(names, strict=True)
             )
         return state
 
@@ -316,7 +302,7 @@ class ModelState:
         """
         from torch.distributed.checkpoint import state_dict as names
 
-        options = self._options(strict=strict)
+        options = self._options(names, strict=strict)
         self._prime()
         # torch removes items.
         names.set_model_state_dict(self.model, dict(state_dict["model"]), options=options)
@@ -325,10 +311,8 @@ class ModelState:
                 self.model, self.optimizers, dict(state_dict["optim"]), options=options
             )
 
-    def _options(self, *, strict: bool) -> Any:
-        from torch.distributed.checkpoint.state_dict import StateDictOptions
-
-        return StateDictOptions(strict=strict, flatten_optimizer_state_dict=self.flatten)
+    def _options(self, names: Any, *, strict: bool) -> Any:
+        return names.StateDictOptions(strict=strict, flatten_optimizer_state_dict=self.flatten)
 
     def _prime(self) -> None:
         # Else torch runs a step, which drops gradients.

@@ -40,7 +40,7 @@ class StoreAddress:
     prefix: str = ""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Group:
     """Two or more ranks that save together.
 
@@ -75,12 +75,7 @@ def likely_ranks(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def find_group(
-    group: Any = None,
-    store: Any = None,
-    *,
-    rank: int | None = None,
-    world_size: int | None = None,
-    environ: Mapping[str, str] | None = None,
+    group: Any = None, store: Any = None, *, environ: Mapping[str, str] = os.environ
 ) -> Group | None:
     """Returns the group of a call; None if it has one rank only.
 
@@ -89,42 +84,31 @@ def find_group(
             torchrun's environment variables.
         store: A c10d store of all ranks, instead of the group's own. Jobs that share one need a
             ``PrefixStore`` each.
-        rank, world_size: With ``store`` and without a process group; ``RANK`` and ``WORLD_SIZE`` by
-            default.
         environ: Replaces the process environment.
 
     Raises:
         UsageError: This process is not in ``group``, the store has no queues, or ranks contradict
             each other.
     """
-    environ = os.environ if environ is None else environ
-    if store is None and (rank is not None or world_size is not None):
-        raise UsageError(
-            "rank= and world_size= go with store=: pass the store that all ranks share"
-        )
     process_group = _process_group(group)
     if process_group is not None:
-        if rank is not None or world_size is not None:
-            raise UsageError(
-                "torch.distributed is initialised: rank and world size are the process group's; "
-                "leave rank= and world_size= out"
-            )
         return _of_process_group(process_group, store, environ)
-    if store is not None:
-        own = _given_or_variable("rank", rank, "RANK", environ)
-        size = _given_or_variable("world_size", world_size, "WORLD_SIZE", environ)
-        return _of_ranks(own, size, store, f"{_job(environ)}/given")
-    if not all(environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+    needed = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    if store is None and not all(environ.get(name) for name in needed):
         return None
-    own = _variable("RANK", environ)
-    size = _variable("WORLD_SIZE", environ)
-    if size == 1:
+    rank, world_size = _variable("RANK", environ), _variable("WORLD_SIZE", environ)
+    if world_size == 1:
         return None
-    # As in torch/distributed/rendezvous.py: torchrun's agent hosts the store, else rank 0.
-    is_host = own == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
-    port = _variable("MASTER_PORT", environ)
-    environment_store = _store_of_environment(os.getpid(), environ["MASTER_ADDR"], port, is_host)
-    return _of_ranks(own, size, environment_store, f"{_job(environ)}/env")
+    if not 0 <= rank < world_size:
+        raise UsageError(f"rank {rank} is not in [0, {world_size}), the ranks of this job")
+    name = f"{_job(environ)}/given"
+    if store is None:
+        # As in torch/distributed/rendezvous.py: torchrun's agent hosts the store, else rank 0.
+        is_host = rank == 0 and environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
+        port = _variable("MASTER_PORT", environ)
+        store = _store_of_environment(os.getpid(), environ["MASTER_ADDR"], port, is_host)
+        name = f"{_job(environ)}/env"
+    return _group(rank, tuple(range(world_size)), store, name)
 
 
 def find_prefix(store: Any) -> str:
@@ -201,30 +185,19 @@ def _of_process_group(group: Any, store: Any, environ: Mapping[str, str]) -> Gro
     return _group(rank, ranks, _store_of(group) if store is None else store, name)
 
 
-def _of_ranks(rank: int, world_size: int, store: Any, name: str) -> Group | None:
-    if not 0 <= rank < world_size:
-        raise UsageError(f"rank {rank} is not in [0, {world_size}), the ranks of this job")
-    return None if world_size == 1 else _group(rank, tuple(range(world_size)), store, name)
-
-
 def _group(rank: int, ranks: tuple[int, ...], store: Any, name: str) -> Group:
     address = _check_store(store)
-    return Group(
-        rank=rank, world_size=len(ranks), ranks=ranks, store=store, name=name, address=address
-    )
+    return Group(rank, len(ranks), ranks, store, name, address)
 
 
 def _store_of(group: Any) -> Any:
     try:
         store = group.get_group_store()  # undocumented
-    except (AttributeError, RuntimeError) as error:
-        raise UsageError(
-            "this torch does not return the store of a process group: pass store=, a TCPStore that "
-            "all ranks share"
-        ) from error
+    except (AttributeError, RuntimeError):
+        store = None
     if store is None:
         raise UsageError(
-            "this process group has no store (MPI has none): pass store=, a TCPStore that all "
+            "this process group returns no store (MPI has none): pass store=, a TCPStore that all "
             "ranks share"
         )
     return store
@@ -238,14 +211,9 @@ def _check_store(store: Any) -> StoreAddress | None:
         "initialise the process group with init_method='env://' or 'tcp://', or pass store=, a "
         "torch.distributed.TCPStore that all ranks share"
     )
-    missing = [name for name in _METHODS if not hasattr(store, name)]
-    if missing and isinstance(store, dist.Store):
-        raise UsageError(
-            f"stores of this torch have no queues: install torch 2.9 or newer; {remedy}"
-        )
     if isinstance(store, StoreAt):
         return store.address
-    if missing:
+    if not all(hasattr(store, name) for name in _METHODS):
         raise UsageError(f"store must be a c10d store, not {type(store).__name__}; {remedy}")
     if isinstance(base, dist.FileStore):
         raise UsageError(f"a FileStore has no queues, which messages need; {remedy}")
@@ -265,19 +233,9 @@ def _job(environ: Mapping[str, str]) -> str:
     return f"{job}/{environ.get('TORCHELASTIC_RESTART_COUNT', '0')}" if job else "job"
 
 
-def _given_or_variable(
-    name: str, given: int | None, variable: str, environ: Mapping[str, str]
-) -> int:
-    if given is not None:
-        return given
-    if not environ.get(variable):
-        raise UsageError(
-            f"store= without a process group needs {name}= too, or {variable} in the environment"
-        )
-    return _variable(variable, environ)
-
-
 def _variable(name: str, environ: Mapping[str, str]) -> int:
+    if not environ.get(name):
+        raise UsageError(f"store= without a process group needs {name} in the environment")
     try:
         return int(environ[name])
     except ValueError as error:

@@ -15,7 +15,8 @@ import msgspec
 import numpy as np
 import torch
 
-from actorsnap.state.tensors import TensorOrArray, c_strides, extent_bytes
+from actorsnap.state.sources import memory_at
+from actorsnap.state.tensors import TensorOrArray, c_strides, extent_bytes, has_conj_or_neg_bit
 
 __all__ = [
     "AliasGroup",
@@ -110,7 +111,7 @@ def memory_of(tensor: torch.Tensor) -> Region:
 def region_of(value: TensorOrArray) -> Region | None:
     """Returns None if strides cannot express the memory."""
     if isinstance(value, torch.Tensor):
-        return None if value.is_neg() or value.is_conj() else memory_of(value)
+        return None if has_conj_or_neg_bit(value) else memory_of(value)
     itemsize = value.itemsize
     if any([stride < 0 or stride % itemsize for stride in value.strides]):
         return None
@@ -167,26 +168,19 @@ def touching(starts: Sequence[int], stops: Sequence[int]) -> list[list[int]]:
     return [sorted(piece.tolist()) for piece in np.split(order, begins) if len(piece) > 1]
 
 
-class _ArrayOver:
-    """An array interface over a region, for ``numpy.shares_memory``."""
-
-    def __init__(self, region: Region) -> None:
-        self.__array_interface__: dict[str, Any] = {
-            "version": 3,
-            "data": (region.start, True),
-            "typestr": f"|V{region.itemsize}",
-            "shape": region.shape,
-            "strides": tuple([stride * region.itemsize for stride in region.strides]),
-        }
+def _array_over(region: Region) -> Any:
+    """Returns an array that is never read, for ``numpy.shares_memory``."""
+    memory = memory_at(region.start, region.stop - region.start, None)
+    strides = [stride * region.itemsize for stride in region.strides]
+    return np.ndarray(region.shape, f"V{region.itemsize}", memory, 0, strides)
 
 
 def share_bytes(a: Region, b: Region) -> bool:
     """Returns True if undecided."""
     if a.stop <= b.start or b.stop <= a.start:
         return False
-    arrays: list[Any] = [np.asarray(_ArrayOver(region)) for region in (a, b)]
     try:
-        return bool(np.shares_memory(arrays[0], arrays[1], _MAX_WORK))  # type: ignore[arg-type]
+        return bool(np.shares_memory(_array_over(a), _array_over(b), _MAX_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True
 
@@ -198,22 +192,16 @@ def _connected(members: list[int], regions: dict[int, Region]) -> list[list[int]
     """
     if len(members) > _MAX_EXACT or all(regions[m].is_contiguous for m in members):
         return [members]
-    head = {member: member for member in members}
-
-    def find(member: int) -> int:
-        while head[member] != member:
-            head[member] = head[head[member]]
-            member = head[member]
-        return member
-
-    for index, a in enumerate(members):
-        for b in members[index + 1 :]:
-            if find(a) != find(b) and share_bytes(regions[a], regions[b]):
-                head[find(b)] = find(a)
-    pieces: dict[int, list[int]] = {}
+    groups: list[list[int]] = []
     for member in members:
-        pieces.setdefault(find(member), []).append(member)
-    return list(pieces.values())
+        own, others = [member], []
+        for group in groups:
+            if any(share_bytes(regions[member], regions[other]) for other in group):
+                own += group
+            else:
+                others.append(group)
+        groups = [*others, sorted(own)]
+    return sorted(groups)
 
 
 def _resolve(members: list[int], regions: dict[int, Region]) -> list[AliasGroup]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from actorsnap.errors import UsageError
-from actorsnap.log import Log
+from actorsnap.state import devices
 from actorsnap.state.optim import ModelState
 
 __all__ = [
@@ -32,8 +32,6 @@ __all__ = [
     "torch_complaints",
     "validate_app_state",
 ]
-
-_log = Log(__name__)
 
 
 @runtime_checkable
@@ -84,9 +82,7 @@ class RNGState:
         numpy = sys.modules.get("numpy")
         if numpy is not None:
             state["numpy"] = numpy.random.get_state(legacy=False)
-        if torch.cuda.is_initialized():
-            state["cuda"] = torch.cuda.get_rng_state_all()
-        return state
+        return state | devices.generator_states()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Sets the generators in ``state_dict``.
@@ -99,7 +95,7 @@ class RNGState:
             "python": _set_python,
             "torch": torch.set_rng_state,
             "numpy": _set_numpy,
-            "cuda": _set_cuda,
+            **devices.GENERATORS,
         }
         for name, setter in setters.items():
             if name not in state_dict:
@@ -124,19 +120,6 @@ def _set_numpy(state: Mapping[str, Any]) -> None:
     if state["bit_generator"] != current:
         raise ValueError(f"it is a {state['bit_generator']}, numpy.random uses {current}")
     numpy.random.set_state(dict(state))
-
-
-def _set_cuda(states: list[torch.Tensor]) -> None:
-    num_devices = torch.cuda.device_count()
-    if len(states) > num_devices:
-        _log.warning(
-            "the snapshot has random states of %d CUDA devices, this process has %d; "
-            "the rest is not restored",
-            len(states),
-            num_devices,
-        )
-    for device, state in enumerate(states[:num_devices]):
-        torch.cuda.set_rng_state(state.cpu(), device)
 
 
 def validate_app_state(app_state: object) -> None:

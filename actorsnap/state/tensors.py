@@ -15,10 +15,10 @@ import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from actorsnap.format.geometry import Box, flat_range_boxes
-from actorsnap.format.manifest import MemoryFormat, TensorType
+from actorsnap.format.manifest import CompositeLayout, MemoryFormat, TensorType
 from actorsnap.state import devices
 from actorsnap.state.devices import Lane
-from actorsnap.state.sources import ByteSink, ByteSource, Cut, HostMemory, copy_bytes, memory_at
+from actorsnap.state.sources import ByteSink, Cut, HostMemory, copy_bytes, memory_at
 
 __all__ = [
     "CARRIERS",
@@ -26,25 +26,25 @@ __all__ = [
     "DTYPE_NAMES",
     "PLAIN_TYPES",
     "QUANTIZED",
+    "SPARSE_LAYOUTS",
     "BoxSink",
     "ClippedSink",
     "DeviceSource",
     "ExtentSink",
-    "StridedSink",
-    "StridedSource",
+    "StridedMemory",
     "TensorOrArray",
     "address_of",
+    "as_bytes",
     "bytes_of",
     "c_strides",
     "carried",
     "empty_tensor",
     "extent_bytes",
+    "has_conj_or_neg_bit",
     "is_addressable",
     "memory_format_of",
     "refusal",
-    "sink_of",
     "slices_of",
-    "source_of",
     "storage_bytes",
     "tensor_type",
 ]
@@ -60,14 +60,19 @@ DTYPES: Final[dict[str, torch.dtype]] = {
 }
 """By name in manifests."""
 
-DTYPE_NAMES: Final[dict[torch.dtype, tuple[str, int]]] = {
-    dtype: (name, dtype.itemsize) for name, dtype in DTYPES.items()
-}
-"""Name and item size in bytes of every dtype."""
+DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
 QUANTIZED: Final[frozenset[torch.dtype]] = frozenset(
     DTYPES[name] for name in ("qint8", "quint8", "qint32", "quint4x2", "quint2x4") if name in DTYPES
 )
+
+SPARSE_LAYOUTS: Final[dict[torch.layout, CompositeLayout]] = {
+    torch.sparse_coo: "sparse_coo",
+    torch.sparse_csr: "sparse_csr",
+    torch.sparse_csc: "sparse_csc",
+    torch.sparse_bsr: "sparse_bsr",
+    torch.sparse_bsc: "sparse_bsc",
+}
 
 CARRIERS: Final[dict[int, torch.dtype]] = {
     1: torch.uint8,
@@ -141,7 +146,12 @@ def slices_of(box: Box) -> tuple[slice, ...]:
 
 def is_addressable(tensor: torch.Tensor) -> bool:
     """Whether the C-order bytes are contiguous in CPU memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
+    return tensor.is_cpu and tensor.is_contiguous() and not has_conj_or_neg_bit(tensor)
+
+
+def has_conj_or_neg_bit(tensor: torch.Tensor) -> bool:
+    """Whether the values differ from the memory: torch conjugates and negates on access."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def storage_bytes(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor | None:
@@ -157,7 +167,7 @@ def storage_bytes(tensor: torch.Tensor, start: int, nbytes: int) -> torch.Tensor
 def carried(tensor: torch.Tensor) -> torch.Tensor:
     """Returns a dense tensor, detached and in its carrier dtype, for copies."""
     tensor = tensor.detach()  # makes autograd leaves and inference tensors writable
-    if tensor.is_conj() or tensor.is_neg():
+    if has_conj_or_neg_bit(tensor):
         # copy_ resolves these only in the tensor's own dtype.
         return tensor
     return tensor.view(CARRIERS[tensor.itemsize])
@@ -211,20 +221,31 @@ class _Copied:
         raise TypeError("these bytes are not contiguous in CPU memory; copy them")
 
 
-class _Strided(_Copied):
-    """A value that is not contiguous, on a device, or lazily conjugated.
+def _write_context(value: TensorOrArray) -> Callable[[], AbstractContextManager[None]]:
+    """Returns a factory of contexts that order writes in the caller's current stream."""
+    calls = devices.calls
+    if isinstance(value, torch.Tensor) and calls.has(value):
+        return calls.current(value.device)
+    return nullcontext
+
+
+class StridedMemory(_Copied):
+    """A value that is not contiguous, on a device, or lazily conjugated. A source and a sink.
+
+    Writes leave autograd's state alone.
 
     Attributes:
         owner: A tensor in its carrier dtype; or an array with any strides.
     """
 
-    __slots__ = ("_shape", "itemsize", "nbytes", "owner")
+    __slots__ = ("_shape", "_writing", "itemsize", "nbytes", "owner")
 
     def __init__(self, value: TensorOrArray) -> None:
         self.itemsize = value.itemsize
         self.nbytes = value.nbytes
         self.owner: Any = carried(value) if isinstance(value, torch.Tensor) else value
         self._shape: tuple[int, ...] = tuple(value.shape)
+        self._writing = _write_context(value)
 
     def pairs(self, start: int, flat: Any) -> list[tuple[Any, Any]]:
         """Returns views of the owner, and the parts of ``flat`` that hold their elements.
@@ -245,10 +266,6 @@ class _Strided(_Copied):
             at = end
         return pairs
 
-
-class StridedSource(_Strided):
-    __slots__ = ()
-
     def copy_into(self, start: int, out: memoryview) -> None:
         if len(out) == 0:
             return
@@ -258,8 +275,16 @@ class StridedSource(_Strided):
         if is_copy:
             copy_bytes(out, memory_at(flat.data_ptr(), len(out), flat))
 
+    def copy_from(self, start: int, data: memoryview) -> None:
+        if len(data) == 0:
+            return
+        flat, _ = _elements(data, self.owner)
+        with self._writing():
+            for part, elements in self.pairs(start, flat):
+                _copy(part, elements)
 
-class DeviceSource(_Strided):
+
+class DeviceSource(StridedMemory):
     """A tensor on a device, copied with others of its lane; see ``gather``.
 
     Attributes:
@@ -272,7 +297,7 @@ class DeviceSource(_Strided):
         super().__init__(tensor)
         self.copier = lane
         owner = self.owner
-        is_in_order = owner.is_contiguous() and not owner.is_conj() and not owner.is_neg()
+        is_in_order = owner.is_contiguous() and not has_conj_or_neg_bit(owner)
         self.flat = owner.view(-1).view(torch.uint8) if is_in_order else None
 
     def copy_into(self, start: int, out: memoryview) -> None:
@@ -280,33 +305,7 @@ class DeviceSource(_Strided):
             self.copier.begin(out, [Cut(self, start, 0, len(out))])()
 
 
-def _write_context(value: TensorOrArray) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a factory of contexts that order writes in the caller's current stream."""
-    calls = devices.calls
-    if isinstance(value, torch.Tensor) and calls.has(value):
-        return calls.current(value.device)
-    return nullcontext
-
-
-class StridedSink(_Strided):
-    """Leaves autograd's state alone."""
-
-    __slots__ = ("_writing",)
-
-    def __init__(self, value: TensorOrArray) -> None:
-        super().__init__(value)
-        self._writing = _write_context(value)
-
-    def copy_from(self, start: int, data: memoryview) -> None:
-        if len(data) == 0:
-            return
-        flat, _ = _elements(data, self.owner)
-        with self._writing():
-            for part, elements in self.pairs(start, flat):
-                _copy(part, elements)
-
-
-class ExtentSink(StridedSink):
+class ExtentSink(StridedMemory):
     """Takes the stored memory of a strided view, and keeps the view's elements.
 
     With dims sorted by stride, memory order is C order, so a range of memory holds a flat range of
@@ -414,28 +413,19 @@ class ClippedSink(_Copied):
             self._inner.copy_from(low - self._skip, data[low - start : high - start])
 
 
-def _memory_of(value: TensorOrArray) -> HostMemory | None:
-
+def as_bytes(value: TensorOrArray) -> HostMemory | StridedMemory:
+    """Returns the bytes in place. To write, elements must not share memory."""
     if isinstance(value, np.ndarray):
         if value.flags.c_contiguous:
             return HostMemory(value.ctypes.data, value.nbytes, value)
     elif is_addressable(value):
         return HostMemory(value.data_ptr(), value.nbytes, value)
-    return None
-
-
-def source_of(value: TensorOrArray) -> ByteSource:
-    return _memory_of(value) or StridedSource(value)
-
-
-def sink_of(value: TensorOrArray) -> ByteSink:
-    """Elements of ``value`` must not share memory."""
-    return _memory_of(value) or StridedSink(value)
+    return StridedMemory(value)
 
 
 def bytes_of(value: TensorOrArray) -> bytearray:
     """Returns a copy in C order."""
-    source = source_of(value)
+    source = as_bytes(value)
     out = bytearray(source.nbytes)
     source.copy_into(0, memoryview(out))
     return out
@@ -446,18 +436,6 @@ def tensor_type(tensor: torch.Tensor) -> TensorType:
         return "parameter"
     # Set by torch.nn.Buffer, which returns a plain tensor.
     return "buffer" if getattr(tensor, "_is_buffer", False) else "tensor"
-
-
-_LAYOUTS = frozenset(
-    {
-        torch.strided,
-        torch.sparse_coo,
-        torch.sparse_csr,
-        torch.sparse_csc,
-        torch.sparse_bsr,
-        torch.sparse_bsc,
-    }
-)
 
 
 def address_of(tensor: torch.Tensor) -> int:
@@ -473,11 +451,6 @@ def refusal(tensor: torch.Tensor) -> str | None:
     kind = type(tensor)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind not in PLAIN_TYPES:
-        if kind.__name__ in ("DTensor", "ShardedTensor"):
-            return (
-                f"is a sharded tensor ({name}), which needs the release that saves from many "
-                "ranks; save its local shard, or x.full_tensor()"
-            )
         if isinstance(tensor, UninitializedTensorMixin):
             return f"is not initialised ({name}); run the module once before saving it"
         return (
@@ -492,7 +465,7 @@ def refusal(tensor: torch.Tensor) -> str | None:
             "function returns, or torch._from_functional_tensor(x)"
         )
     if tensor.dtype in QUANTIZED and not tensor.is_quantized:
-        dtype = DTYPE_NAMES[tensor.dtype][0]
+        dtype = DTYPE_NAMES[tensor.dtype]
         plain = dtype[1:] if dtype[1:] in DTYPES else "uint8"
         return (
             f"has the dtype {dtype}, but no scale and zero point (a view of other bytes); save "
@@ -502,12 +475,12 @@ def refusal(tensor: torch.Tensor) -> str | None:
         try:
             tensor.qscheme()
         except RuntimeError:
-            dtype = DTYPE_NAMES[tensor.dtype][0]
+            dtype = DTYPE_NAMES[tensor.dtype]
             return (
                 f"has the dtype {dtype}, but no scale and zero point (torch.empty gives none); "
                 "save x.int_repr()"
             )
-    if tensor.layout not in _LAYOUTS:
+    if tensor.layout is not torch.strided and tensor.layout not in SPARSE_LAYOUTS:
         return f"has the layout {tensor.layout}; convert it with x.to_dense()"
     if tensor.is_meta:
         return "is on the meta device and has no data; materialise it with x.to_empty(...)"

@@ -106,10 +106,6 @@ def escape(key: Key) -> str:
     raise TypeError(f"a key of type {kind.__name__} has no token")
 
 
-def _unescape_char(match: re.Match[str]) -> str:
-    return chr(int(match[1] or match[2], 16))
-
-
 def unescape(token: str) -> Key:
     """Raises ``FormatError`` if no key has this token."""
     if _ORDINARY(token):
@@ -123,7 +119,7 @@ def unescape(token: str) -> Key:
         elif token.startswith("%f"):
             key = float.fromhex(token[2:])
         else:
-            key = _ESCAPED.sub(_unescape_char, token)
+            key = _ESCAPED.sub(lambda match: chr(int(match[1] or match[2], 16)), token)
         if token and escape(key) == token:
             return key
     except (ValueError, OverflowError):
@@ -313,7 +309,7 @@ class Skeleton:
             FormatError: See ``add_leaf``; or the type is unknown.
         """
         self._check_new(path)
-        if kind not in _BUILDERS:
+        if kind not in CONTAINER_TYPES.values():
             raise FormatError(key=path, detail=f"unknown container type {kind!r}")
         self._open(path, kind).metadata = metadata
 
@@ -380,30 +376,27 @@ class Skeleton:
                     continue
                 keys.append(key)
             if keys or not branch.keys or branch.path == self._root:
-                built[branch.path] = _BUILDERS[branch.kind](keys, children, branch.metadata)
+                built[branch.path] = _build(branch, keys, children)
         if self._root in built:
             return built[self._root]
         return values[self._root]
 
 
-def _build_ordered(keys: list[Key], children: list[object], metadata: object) -> object:
-    result: OrderedDict[Key, object] = OrderedDict(zip(keys, children, strict=True))
-    if metadata is not None:
-        result._metadata = metadata  # type: ignore[attr-defined]
+def _build(branch: _Branch, keys: list[Key], children: list[object]) -> object:
+    if branch.kind in _LISTS:
+        order = sorted(range(len(keys)), key=keys.__getitem__)  # type: ignore[arg-type]
+        items = [children[i] for i in order]
+        return tuple(items) if branch.kind == "tuple" else items
+    result = _DICTS[branch.kind](zip(keys, children, strict=True))
+    if branch.kind == "ordered_dict" and branch.metadata is not None:
+        result._metadata = branch.metadata
     return result
 
 
-def _in_order(keys: list[Key], children: list[object]) -> list[object]:
-    order = sorted(range(len(keys)), key=keys.__getitem__)  # type: ignore[arg-type]
-    return [children[i] for i in order]
-
-
-_BUILDERS: Final[Mapping[str, Callable[[list[Key], list[object], object], object]]] = {
-    "dict": lambda keys, children, _: dict(zip(keys, children, strict=True)),
-    "ordered_dict": _build_ordered,
-    "counter": lambda keys, children, _: Counter(dict(zip(keys, children, strict=True))),
-    "list": lambda keys, children, _: _in_order(keys, children),
-    "tuple": lambda keys, children, _: tuple(_in_order(keys, children)),
+_DICTS: Final[Mapping[str, Callable[[Iterable[tuple[Key, object]]], Any]]] = {
+    "dict": dict,
+    "ordered_dict": OrderedDict,
+    "counter": lambda pairs: Counter(dict(pairs)),
 }
 
 

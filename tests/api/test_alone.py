@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from actorsnap import ChecksumMismatch, StateDict, UsageError
-from actorsnap.state.restore import read_one
+from actorsnap.state.restore.build import read_one
 from actorsnap.sync import Snapshot
 from tests.state.stored import store
 

@@ -140,7 +140,8 @@ def test_without_a_wait_the_torn_read_is_seen(
 
 
 def _mark_nothing(self: devices.Lane) -> None:
-    self._ready = FakeEvent(FakeStream(FakeDevices(), self._device))
+    ready: Any = FakeEvent(FakeStream(FakeDevices(), self._device))
+    self._ready = ready
 
 
 class Gathered:

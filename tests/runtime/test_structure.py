@@ -11,7 +11,7 @@ from actorsnap import StateDict
 from actorsnap.protocol.uploader import Structure
 from actorsnap.runtime.structure import describe_state, rebuild_state
 from actorsnap.state.capture import capture
-from actorsnap.state.captured import Captured, Leaf
+from actorsnap.state.sources import Captured, Leaf
 
 
 def captured(**values: Any) -> Captured:

@@ -34,7 +34,7 @@ def teams() -> Iterator[list[Team]]:
     )
     found = []
     for rank in (0, 1):
-        group = find_group(store=store, rank=rank, world_size=2)
+        group = find_group(store=store, environ={"RANK": str(rank), "WORLD_SIZE": "2"})
         assert group is not None
         found.append(Team(group))
     yield found

@@ -42,7 +42,7 @@ from actorsnap.runtime.host import Host
 from actorsnap.runtime.location import make_location
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.uploader_client import Uploader, find_uploader
-from actorsnap.state.captured import Captured
+from actorsnap.state.sources import Captured
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.conftest import LeakCheck

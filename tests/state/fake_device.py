@@ -81,7 +81,7 @@ class FakeStream:
         self.run(len(self.work))
         yield
 
-    def wait_for(self, event: devices.Event) -> None:
+    def wait_for(self, event: object) -> None:
         assert isinstance(event, FakeEvent)
         self.launch(event.wait)
 

@@ -26,7 +26,7 @@ from actorsnap.format.manifest import (
     encode_rank_manifest,
 )
 from actorsnap.planning.index import Index, index_of
-from actorsnap.state.restore import Wanted
+from actorsnap.state.restore.allocation import Wanted
 from actorsnap.state.tensors import DTYPE_NAMES, bytes_of
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
@@ -66,7 +66,7 @@ class Saved:
             entries.append(
                 TensorEntry(
                     path=part.path,
-                    dtype=DTYPE_NAMES[part.tensor.dtype][0],
+                    dtype=DTYPE_NAMES[part.tensor.dtype],
                     shape=tuple(part.tensor.shape),
                     data=Stored(0, start, len(data), blocks),
                     type=part.type,

@@ -20,9 +20,12 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.index import AnyEntry
 from actorsnap.state.capture import capture
-from actorsnap.state.captured import Captured, Leaf
-from actorsnap.state.restore import KeyRestore, Wanted, entries_by_key, prepare
+from actorsnap.state.restore.allocation import Wanted
+from actorsnap.state.restore.build import KeyRestore, prepare
+from actorsnap.state.restore.match import entries_by_key
+from actorsnap.state.sources import Captured, Leaf
 from actorsnap.state.stateful import StateDict
+from actorsnap.state.tree import escape
 
 _HEADER = 4096
 _ATTEMPT = "20260101T000000-00000000-1-00000000"
@@ -99,7 +102,7 @@ class Memory:
         check: Callable[[KeyRestore], None] | None = None,
     ) -> Any:
         """Restores a key that must fit its target."""
-        restore = prepare(key, self.key(key), target=target, allow_pickle=allow_pickle)
+        restore = prepare(escape(key), self.key(key), target=target, allow_pickle=allow_pickle)
         if check is None:
             assert not restore.match.missing
             assert not restore.match.unexpected

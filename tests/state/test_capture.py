@@ -17,8 +17,8 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.state.capture import capture
-from actorsnap.state.captured import Leaf
-from actorsnap.state.restore import prepare
+from actorsnap.state.restore.build import prepare
+from actorsnap.state.sources import Leaf
 from actorsnap.state.stateful import StateDict
 from tests.state.stored import Memory
 

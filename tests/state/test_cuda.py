@@ -188,13 +188,13 @@ def test_many_small_tensors_cross_the_bus_together(
     tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copies: list[int] = []
-    original = devices._CudaStream.copy
+    original = devices.CudaStream.copy
 
     def copy(self: Any, out: torch.Tensor, source: torch.Tensor) -> None:
         copies.append(out.nbytes)
         original(self, out, source)
 
-    monkeypatch.setattr(devices._CudaStream, "copy", copy)
+    monkeypatch.setattr(devices.CudaStream, "copy", copy)
     # Odd sizes, too: what is packed behind them is not aligned.
     sizes = [KIB, 3, KIB - 1] * 1000
     state = {
@@ -276,7 +276,7 @@ def test_a_copy_that_fails_aborts_the_save(
     state = {"x": torch.ones(4 * MIB, device="cuda"), "y": torch.ones(9, device="cuda")}
     state["z"] = torch.ones(9, device="cuda")
     with monkeypatch.context() as patch:
-        patch.setattr(devices._CudaStream, "pack", refuse)
+        patch.setattr(devices.CudaStream, "pack", refuse)
         with pytest.raises(SnapshotAborted, match="out of patience") as caught:
             save(tmp_path / "s", dict(state), options)
     assert caught.value.stage == "stage"

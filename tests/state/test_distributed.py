@@ -232,9 +232,9 @@ def test_one_layout_is_computed_once() -> None:
 def test_replication_finds_the_longest_prefix() -> None:
     found = Replication()
     assert not found
-    found.add_prefix("", Replica(None))
-    found.add_prefix("a.b.", Replica((1, 2)))
-    found.add_name("a.b.c", None)
+    found[""] = Replica(None)
+    found["a.b."] = Replica((1, 2))
+    found["a.b.c"] = None
     assert found
     assert found.find("a.b.c") is None
     assert found.find("a.b.d") == Replica((1, 2))

@@ -27,7 +27,7 @@ from actorsnap.state.objects import (
     decode_inline,
     encode_inline,
 )
-from actorsnap.state.restore import prepare
+from actorsnap.state.restore.build import prepare
 from actorsnap.state.stateful import Matching
 from tests.state.stored import round_trip, store
 from tests.state.test_tree import same

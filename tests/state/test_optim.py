@@ -278,6 +278,19 @@ class Strange(torch.optim.Optimizer):
                     parameter.sub_(group["lr"] * state["noise"].sum())
 
 
+def test_hyperparameters_of_somebody_elses_optimizer_are_kept() -> None:
+    optimizer = Strange(make_parameters())
+    (group,) = optimizer.param_groups
+    betas = (torch.tensor(0.9), torch.tensor(0.99))
+    rate = torch.tensor(0.5)
+    group |= {"betas": betas, "lr": rate}
+    prime_optimizer(optimizer)
+    assert optimizer.param_groups[0] is group
+    assert group["betas"] is betas
+    assert group["lr"] is rate
+    assert [float(each) for each in (*betas, rate)] == pytest.approx([0.9, 0.99, 0.5])
+
+
 def test_an_optimizer_of_somebody_else() -> None:
     parameters = make_parameters()
     optimizer = Strange([{"params": parameters[:2]}, {"params": parameters[2:]}])

@@ -19,7 +19,8 @@ from actorsnap.errors import FormatError
 from actorsnap.format.geometry import Box, flat_range_boxes
 from actorsnap.format.manifest import CompositeEntry, TensorEntry, ViewEntry
 from actorsnap.state.distributed import Describer, Sharding
-from actorsnap.state.restore import KeyRestore, entries_by_key, prepare
+from actorsnap.state.restore.build import KeyRestore, prepare
+from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.sources import HostMemory
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import BoxSink

@@ -25,7 +25,8 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.state.capture import capture
-from actorsnap.state.restore import KeyRestore, entries_by_key, prepare, read_one
+from actorsnap.state.restore.build import KeyRestore, prepare, read_one
+from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.stateful import Matching, StateDict, matching_of
 from tests.state.stored import Memory, store
 from tests.state.test_tree import same
@@ -81,7 +82,7 @@ def test_every_difference_is_found_before_anything_is_read() -> None:
     assert lines["s/text"] == "str in the snapshot, tensor in the app state"
     assert lines["s/sparse"] == "sparse_coo tensor in the snapshot, tensor in the app state"
     assert lines["s/layout"].startswith("sparse_csr tensor in the snapshot, sparse_csc tensor")
-    assert "many ranks" in lines["s/subclass"]
+    assert "the tensor subclass" in lines["s/subclass"]
     assert lines["s/array"] == "dtype <f8 in the snapshot, <f4 in the app state"
     assert len(lines) == 10
     assert len(restore.memory.reads) == 1
@@ -484,8 +485,8 @@ def test_parts_that_do_not_fit_are_format_errors(name: str) -> None:
 sizes = st.one_of(st.integers(-1, 4), st.sampled_from([1 << 31, 1 << 62, 1 << 63]))
 dims = st.lists(sizes, max_size=3).map(tuple)
 any_path = st.sampled_from(["s", "s/a", "s/b", "s/a/b", "s/l/0", "s/l/1", "s/a@p", "x/a", "s/%"])
-any_stored = st.builds(
-    Stored, st.just(0), st.integers(0, 4), st.integers(0, 16), st.sampled_from([(), (1,)])
+any_stored = st.tuples(st.integers(0, 4), st.integers(0, 12), st.sampled_from([(), (1,)])).map(
+    lambda drawn: Stored(0, drawn[0], drawn[0] + drawn[1], drawn[2])
 )
 any_type = st.sampled_from(["tensor", "parameter", "buffer", "numpy", "numpy_scalar"])
 any_dtype = st.sampled_from(["float32", "uint8", "<f4", "|u1", "quint8", "nonsense"])

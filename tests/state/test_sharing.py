@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.state.capture import capture
-from actorsnap.state.restore import prepare
+from actorsnap.state.restore.build import prepare
 from actorsnap.state.sharing import Region, touched_without_gaps
 from actorsnap.state.stateful import Matching, StateDict
 from tests.state.stored import Memory, store

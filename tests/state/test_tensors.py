@@ -22,11 +22,9 @@ from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
     QUANTIZED,
-    StridedSink,
-    StridedSource,
+    StridedMemory,
+    as_bytes,
     empty_tensor,
-    sink_of,
-    source_of,
 )
 from tests.state.stored import round_trip, store
 
@@ -157,19 +155,19 @@ def test_any_range_of_any_strided_tensor(
     start, stop = sorted((a % (count + 1), b % (count + 1)))
     # An odd address: neither numpy nor torch promises to find aligned memory.
     out = memoryview(bytearray(4 * (stop - start) + skew))[skew:]
-    StridedSource(tensor).copy_into(4 * start, out)
+    StridedMemory(tensor).copy_into(4 * start, out)
     expected = raw(tensor)[4 * start : 4 * stop]
     assert out == expected
     for target in (torch.zeros_like(tensor), torch.zeros_like(base).permute(dims)):
-        StridedSink(target).copy_from(4 * start, out.toreadonly())
+        StridedMemory(target).copy_from(4 * start, out.toreadonly())
         assert raw(target)[4 * start : 4 * stop] == expected
         assert int(target.count_nonzero()) == sum(map(bool, np.frombuffer(expected, np.int32)))
     array = tensor.numpy()[::-1]
-    array_source = source_of(array)
+    array_source = as_bytes(array)
     array_source.copy_into(4 * start, out)
     assert out == array.tobytes()[4 * start : 4 * stop]
     array_target = np.zeros_like(base.numpy())[::-1].transpose(dims)
-    sink_of(array_target).copy_from(4 * start, out)
+    as_bytes(array_target).copy_from(4 * start, out)
     assert array_target.tobytes()[4 * start : 4 * stop] == out
 
 
@@ -177,10 +175,10 @@ def test_contiguous_tensors_by_copies() -> None:
     """As a device has them."""
     tensor = torch.arange(20.0).view(4, 5)
     out = bytearray(12)
-    StridedSource(tensor).copy_into(16, memoryview(out))
+    StridedMemory(tensor).copy_into(16, memoryview(out))
     assert out == raw(tensor)[16:28]
     target = torch.zeros(4, 5)
-    StridedSink(target).copy_from(16, memoryview(out))
+    StridedMemory(target).copy_from(16, memoryview(out))
     assert torch.equal(target.view(-1)[4:7], tensor.view(-1)[4:7])
     assert target.count_nonzero() == 3
 
@@ -191,20 +189,20 @@ def test_tiles_of_transposed_tensors(shape: tuple[int, ...]) -> None:
     expected = raw(tensor)
     for start, stop in ((0, len(expected)), (4, len(expected) - 12), (40, 100_000)):
         out = bytearray(len(expected[start:stop]))
-        StridedSource(tensor).copy_into(start, memoryview(out))
+        StridedMemory(tensor).copy_into(start, memoryview(out))
         assert bytes(out) == expected[start:stop]
 
 
 def test_pieces_of_many_kinds_are_gathered() -> None:
     base = torch.arange(3000, dtype=torch.int32)
     array = np.arange(600, dtype=np.int16)[::-2]
-    whole = source_of(base)
+    whole = as_bytes(base)
     sources: list[ByteSource] = [
         whole,
-        source_of(base.view(50, 60).t()),
+        as_bytes(base.view(50, 60).t()),
         PartSource(whole, 400, 1200),
-        source_of(array),
-        source_of(base[:7].to(torch.int8)),
+        as_bytes(array),
+        as_bytes(base[:7].to(torch.int8)),
     ]
     order = [(4, 0, 7), (0, 0, 12000), (1, 40, 8000), (2, 8, 1000), (3, 10, 600), (0, 3, 5)]
     expected = b""
@@ -220,7 +218,7 @@ def test_pieces_of_many_kinds_are_gathered() -> None:
 
 def test_small_pieces_cost_no_view_each(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [torch.full((9,), float(i)) for i in range(500)]
-    sources = [source_of(tensor) for tensor in tensors]
+    sources = [as_bytes(tensor) for tensor in tensors]
     out = bytearray(36 * 500)
 
     def refuse(*args: object) -> None:
@@ -234,7 +232,7 @@ def test_small_pieces_cost_no_view_each(monkeypatch: pytest.MonkeyPatch) -> None
 def test_views_keep_memory_alive_without_the_source() -> None:
     tensor = torch.arange(100, dtype=torch.int32)
     alive = weakref.ref(tensor)
-    source = source_of(tensor)
+    source = as_bytes(tensor)
     view = source.view(4, 12)
     del tensor, source
     gc.collect()
@@ -484,11 +482,3 @@ def test_tensors_without_plain_bytes_are_refused_with_a_remedy() -> None:
     }.items():
         (line,) = (line for line in lines if line.startswith(f"  's/{name}' "))
         assert remedy in line
-
-
-def test_dtensors_are_refused_for_now() -> None:
-    class DTensor(torch.Tensor):
-        pass
-
-    with pytest.raises(UsageError, match="many ranks"):
-        store({"v": torch.ones(2).as_subclass(DTensor)})

@@ -11,8 +11,9 @@ import torch
 
 from actorsnap.errors import FormatError
 from actorsnap.format.manifest import TensorEntry
-from actorsnap.state.restore import destination, find_conflicts, mark_written, prepare
-from actorsnap.state.tensors import DTYPES, ClippedSink, ExtentSink, sink_of
+from actorsnap.state.restore.aliasing import destination, find_conflicts, mark_written
+from actorsnap.state.restore.build import prepare
+from actorsnap.state.tensors import DTYPES, ClippedSink, ExtentSink, as_bytes
 from tests.state.stored import store
 
 SUB_BYTE = sorted(
@@ -156,7 +157,7 @@ def test_nothing_is_claimed_of_what_cannot_be_written() -> None:
 @pytest.mark.parametrize("step", [1, 3, 4, 20])
 def test_a_clipped_sink_passes_on_its_part(step: int) -> None:
     out = np.zeros(5, np.uint8)
-    sink = ClippedSink(sink_of(out), 4, 12)
+    sink = ClippedSink(as_bytes(out), 4, 12)
     data = bytes(range(12))
     for start in range(0, 12, step):
         sink.copy_from(start, memoryview(data)[start : start + step])

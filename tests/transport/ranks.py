@@ -106,9 +106,13 @@ def threads_of_ports() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("actorsnap-store")]
 
 
+def environ_of(me: Rank) -> dict[str, str]:
+    return {"RANK": str(me.rank), "WORLD_SIZE": str(me.world)}
+
+
 def saves(me: Rank, how: str) -> dict[str, Any]:
     """Two saves in a group that is found in one of the ways there are."""
-    environ = {"RANK": str(me.rank), "WORLD_SIZE": str(me.world)}
+    environ = environ_of(me)
     if how == "gloo":
         me.join_gloo()
         found = find_group()
@@ -172,7 +176,7 @@ def sub_groups(me: Rank) -> dict[str, Any]:
 
 def wait_for_trouble(me: Rank, lost_after_s: float) -> dict[str, Any]:
     """Takes part until somebody is lost; then, when told, in another save."""
-    port = open_port(find_group(store=me.store(), rank=me.rank, world_size=me.world))
+    port = open_port(find_group(store=me.store(), environ=environ_of(me)))
     with port.begin(lost_after_s=lost_after_s) as save:
         if save.coordinator is None:
             on_loop(lambda: save.participant.send(Arrived(me.rank, 0))).result()
@@ -198,7 +202,7 @@ def wait_for_trouble(me: Rank, lost_after_s: float) -> dict[str, Any]:
 
 def fork_in_the_middle(me: Rank) -> dict[str, Any]:
     """A rank forks, and the child tries the port, closes it, and exits."""
-    port = open_port(find_group(store=me.store(), rank=me.rank, world_size=me.world))
+    port = open_port(find_group(store=me.store(), environ=environ_of(me)))
     exchange(port, 5)
     into_child = os.pipe()
     pid = os.fork()

@@ -21,6 +21,10 @@ PrefixStore, TCPStore = _dist.PrefixStore, _dist.TCPStore
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
+def _ranks(rank: int, world_size: int) -> dict[str, str]:
+    return {"RANK": str(rank), "WORLD_SIZE": str(world_size)}
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A process group of this process only."""
@@ -33,15 +37,13 @@ def test_a_process_of_its_own() -> None:
     assert find_group(environ={}) is None
     assert find_group(environ={"RANK": "0", "WORLD_SIZE": "2"}) is None
     assert find_group(environ=TORCHRUN | {"RANK": "0", "WORLD_SIZE": "1"}) is None
-    assert find_group(store=HashStore(), rank=0, world_size=1) is None
+    assert find_group(store=HashStore(), environ=_ranks(0, 1)) is None
 
 
 @pytest.mark.usefixtures("alone")
 def test_a_process_group_of_one() -> None:
     assert find_group(environ=TORCHRUN) is None
     assert find_group(dist.new_group([0])) is None
-    with pytest.raises(UsageError, match="leave rank= and world_size= out"):
-        find_group(store=HashStore(), rank=0, world_size=1)
 
 
 def test_a_group_that_was_destroyed(alone: None) -> None:
@@ -81,25 +83,23 @@ def test_names_tell_jobs_and_starts_apart() -> None:
 def test_a_given_store() -> None:
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     store = PrefixStore("job", server)
-    found = find_group(store=store, environ={"RANK": "2", "WORLD_SIZE": "3"})
+    found = find_group(store=store, environ=_ranks(2, 3))
     assert found is not None
     assert (found.rank, found.ranks) == (2, (0, 1, 2))
     assert found.store is store
     assert found.address == StoreAddress("127.0.0.1", server.port)
-    assert find_group(store=store, rank=2, world_size=3, environ={}) == found
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"rank": 0}, "go with store="),
         ({"group": "world"}, "must be a torch.distributed ProcessGroup, not str"),
         ({"group": dist.GroupMember.NON_GROUP_MEMBER}, "not a member"),
-        ({"store": HashStore(), "world_size": 2}, "needs rank= too, or RANK"),
-        ({"store": HashStore(), "rank": 0}, "needs world_size= too, or WORLD_SIZE"),
-        ({"store": HashStore(), "rank": 2, "world_size": 2}, r"rank 2 is not in \[0, 2\)"),
-        ({"store": HashStore(), "rank": 0, "world_size": 2}, "known to one process only"),
-        ({"store": {}, "rank": 0, "world_size": 2}, "must be a c10d store, not dict"),
+        ({"store": HashStore()}, "needs RANK in the environment"),
+        ({"store": HashStore(), "environ": {"RANK": "0"}}, "needs WORLD_SIZE in the environment"),
+        ({"store": HashStore(), "environ": _ranks(2, 2)}, r"rank 2 is not in \[0, 2\)"),
+        ({"store": HashStore(), "environ": _ranks(0, 2)}, "known to one process only"),
+        ({"store": {}, "environ": _ranks(0, 2)}, "must be a c10d store, not dict"),
         ({"environ": TORCHRUN | {"RANK": "4"}}, r"rank 4 is not in \[0, 4\)"),
         ({"environ": TORCHRUN | {"RANK": "x"}}, "RANK='x' in the environment is no integer"),
     ],
@@ -115,10 +115,10 @@ def test_stores_without_queues(tmp_path: Path) -> None:
         PrefixStore("x", FileStore(str(tmp_path / "t"), 2)),
     ):
         with pytest.raises(UsageError, match="FileStore has no queues.*pass store="):
-            find_group(store=store, rank=0, world_size=2)
+            find_group(store=store, environ=_ranks(0, 2))
     old = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
     with pytest.raises(UsageError, match="use_libuv"):
-        find_group(store=old, rank=0, world_size=2)
+        find_group(store=old, environ=_ranks(0, 2))
 
 
 def test_rank_0_cannot_host() -> None:

@@ -5,9 +5,8 @@ it has another one, else into fresh memory. Writes nothing to a target. Leaves t
 same stored bytes share one read. In this order:
 
 1. Targets that together have the stored layout take the bytes directly.
-2. A target that takes all of them in another layout gets its own read.
-3. A view that is read alone takes only its elements.
-4. Other views get fresh memory and are copied afterwards.
+2. A view that is read alone takes only its elements.
+3. Other views get fresh memory and are copied afterwards.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ from actorsnap.state.tensors import (
     BoxSink,
     ClippedSink,
     ExtentSink,
-    StridedSink,
+    StridedMemory,
+    as_bytes,
     c_strides,
     empty_tensor,
     is_addressable,
-    sink_of,
     storage_bytes,
     tensor_type,
 )
@@ -178,13 +177,12 @@ def _add_buffer(memory: Allocation, match: Match, pair: Pair, entry: BytesEntry)
         raise MemoryError(f"{entry.path!r}: no memory for {nbytes} bytes") from error
     memory.destinations += destination(entry.path, pair.target, entry.path)
     if nbytes:
-        sink = sink_of(np.frombuffer(data, np.uint8))
+        sink = as_bytes(np.frombuffer(data, np.uint8))
         memory.reads.append(Wanted(entry.data, sink, _holders(match, entry)))
     memory.buffers.append((pair, data))
 
 
 def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry) -> None:
-
     path, data, target = entry.path, entry.data, pair.target
     nbytes = data.stop - data.start
     sink: ByteSink | None = None
@@ -198,7 +196,7 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
         memory.values[path] = target
     elif target is None and pair.dtype is not None:
         tensor = empty_tensor(path, entry.shape, pair.dtype, memory_format=entry.memory_format)
-        sink = sink_of(tensor)
+        sink = as_bytes(tensor)
         memory.fresh.append(Fresh(entry, None, tensor))
     else:
         member = _member(entry, target)
@@ -207,7 +205,7 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
             _add_members(memory, match, entry, [member])
             return
         # An array, or on a device, or strided.
-        sink = sink_of(target)
+        sink = as_bytes(target)
         memory.values[path] = target
     if nbytes and sink is not None:
         memory.reads.append(Wanted(data, sink, _holders(match, entry)))
@@ -216,7 +214,6 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
 def _add_view(
     memory: Allocation, views: dict[str, list[_Member]], pair: Pair, entry: TensorEntry | ViewEntry
 ) -> None:
-
     base = entry.of if isinstance(entry, ViewEntry) else entry.path
     if pair.sharding is None:
         member = _member(entry, pair.target)
@@ -232,7 +229,6 @@ def _add_view(
 def _add_parts(
     memory: Allocation, match: Match, views: dict[str, list[_Member]], pair: Pair
 ) -> None:
-
     composite, target = pair.entry, pair.target
     assert isinstance(composite, CompositeEntry)
     split = take_apart(target) if isinstance(target, torch.Tensor) else ""
@@ -258,7 +254,7 @@ def _add_boxes(
 ) -> None:
     """See ``Destination`` for ``base``."""
     path, target, sharding = entry.path, pair.target, pair.sharding
-    dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype][1]]
+    dtype = pair.dtype or DTYPES[NUMPY_DTYPES[entry.dtype].name]
     pieces = [] if sharding is None else list(sharding.pieces)
     whole = Box.whole(entry.shape)
     # Precedes allocation: the manifest may claim any global shape.
@@ -344,7 +340,6 @@ def _member(entry: TensorEntry | ViewEntry, target: Target | None) -> _Member:
 def _add_members(
     memory: Allocation, match: Match, base: TensorEntry, members: list[_Member]
 ) -> None:
-
     data = base.data
     regions = [member.region for member in members if 0 not in member.region.shape]
     low = min([region.start for region in regions], default=0)
@@ -377,7 +372,6 @@ def _find_sinks(memory: Allocation, nbytes: int, members: list[_Member]) -> list
     """Returns sinks that each take all bytes."""
     sinks: list[ByteSink] = []
     left = _take_spans(memory, nbytes, members, sinks)
-    left = _take_whole(memory, nbytes, left, sinks)
     if not left:
         return sinks
     if left == members and len(left) == 1 and _is_separable(left[0].region):
@@ -410,32 +404,6 @@ def _take_spans(
             continue
         sinks.append(sink)
         memory.values.update((member.entry.path, member.target) for member, _ in span)
-    return left
-
-
-def _take_whole(
-    memory: Allocation, nbytes: int, members: list[_Member], sinks: list[ByteSink]
-) -> list[_Member]:
-    """Adds sinks for targets of another layout that take all bytes; returns the other members."""
-    left: list[_Member] = []
-    layouts: set[object] = set()
-    for member in members:
-        target, stored = member.target, member.region
-        if (
-            target is None
-            or stored.start
-            or not stored.is_contiguous
-            or stored.nbytes != nbytes
-            or not is_writable(target)
-        ):
-            left.append(member)
-            continue
-        region = region_of(target)
-        if region is None or region.layout not in layouts:
-            sinks.append(sink_of(target))
-        if region is not None:
-            layouts.add(region.layout)
-        memory.values[member.entry.path] = target
     return left
 
 
@@ -489,7 +457,7 @@ def lay_over(
     """Returns a leaf as a view of raw memory. ``region`` must be aligned."""
     if entry.type in NUMPY_KINDS:
         steps = tuple([stride * region.itemsize for stride in region.strides])
-        dtype = NUMPY_DTYPES[entry.dtype][0]
+        dtype = NUMPY_DTYPES[entry.dtype]
         return np.ndarray(region.shape, dtype, raw.numpy(), region.start, steps)
     offset = region.start // region.itemsize
     tensor = empty_tensor(entry.path, (0,), DTYPES[entry.dtype])
@@ -512,7 +480,7 @@ def _span_sink(start: int, nbytes: int, targets: Sequence[Any]) -> ByteSink | No
     if not isinstance(first, torch.Tensor) or first.is_cpu:
         return HostMemory(start, nbytes, targets)
     raw = storage_bytes(first, start, nbytes)
-    return None if raw is None else StridedSink(raw)
+    return None if raw is None else StridedMemory(raw)
 
 
 def stand_in(path: str, target: Target) -> Target | None:

@@ -30,8 +30,8 @@ from actorsnap.state.restore.allocation import (
 )
 from actorsnap.state.restore.match import Match, Pair, describe, leaves_of, match_key
 from actorsnap.state.stateful import Matching
-from actorsnap.state.tensors import carried, refusal, slices_of
-from actorsnap.state.tree import escape, human, parent_of, part_path
+from actorsnap.state.tensors import bytes_of, carried, refusal, slices_of
+from actorsnap.state.tree import human, parent_of, part_path
 
 __all__ = ["KeyRestore", "prepare", "read_one"]
 
@@ -71,25 +71,24 @@ class KeyRestore:
 
 
 def prepare(
-    key: str,
+    root: str,
     entries: Sequence[AnyEntry],
     *,
     target: object | None,
     allow_pickle: bool,
     matching: Matching = Matching.KEYS,
-    root: str | None = None,
     unshared: Iterable[str] = (),
     world_size: int = 1,
 ) -> KeyRestore:
-    """Prepares the restore of a key. Does not write to the target.
+    """Prepares the restore of a key, or of less. Does not write to the target.
 
     Args:
-        entries: In traversal order. Other keys' are used only as bases of views.
+        root: Escaped path to restore.
+        entries: In traversal order. Those outside of ``root`` are used only as bases of views.
         target: The current ``state_dict()``, whose tensors and writable arrays are restored in
             place. None builds everything fresh, on the CPU.
         allow_pickle: Whether to read pickled leaves, which runs any code in them.
         matching: Under ``LEAVES``, leaves that ``target`` lacks are not read.
-        root: Escaped path to restore instead of the whole key.
         unshared: Paths of leaves that get fresh memory.
         world_size: Number of ranks that saved.
 
@@ -99,7 +98,6 @@ def prepare(
             memory.
         MemoryError: Names the leaf.
     """
-    root = escape(key) if root is None else root
     targets: dict[str, Any] = leaves_of(root, target)
     targets |= {path: stand_in(path, targets[path]) for path in unshared}
     match = match_key(
@@ -138,7 +136,7 @@ def read_one(
     if out is not None:
         _check_out(out)
     restore = prepare(
-        "", entries, target=out, allow_pickle=allow_pickle, matching=Matching.LEAVES, root=root
+        root, entries, target=out, allow_pickle=allow_pickle, matching=Matching.LEAVES
     )
     match = restore.match
     if out is not None and (
@@ -258,15 +256,6 @@ def _copy(target: torch.Tensor, value: torch.Tensor) -> None:
     into.copy_(value if into.dtype is value.dtype else carried(value))
 
 
-def _same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    flat = [
-        # Clones regularise the strides of dims of size 1.
-        carried(x).clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
-        for x in (a, b)
-    ]
-    return torch.equal(*flat)
-
-
 def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
     """Copies ``value``, unless elements repeat in ``target``."""
     if is_writable(target):
@@ -276,7 +265,7 @@ def _assign_tensor(target: torch.Tensor, value: torch.Tensor) -> bool:
     for dim, (size, stride) in enumerate(zip(target.shape, target.stride(), strict=True)):
         if size > 1 and stride == 0:
             base, part = base.narrow(dim, 0, 1), part.narrow(dim, 0, 1)
-    if not is_writable(base) or not _same_bytes(value, part.expand(value.shape)):
+    if not is_writable(base) or bytes_of(value) != bytes_of(part.expand(value.shape)):
         return False
     _copy(base, part)
     return True

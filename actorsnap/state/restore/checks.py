@@ -35,8 +35,6 @@ __all__ = [
 NUMPY_KINDS: Final = frozenset({"numpy", "numpy_scalar"})
 _TENSOR_KINDS: Final = frozenset({"tensor", "parameter", "buffer"})
 _MAX_BYTES = 1 << 62
-_MANY_DIMS = 32
-"""Maximum number of dims that every release of numpy supports."""
 
 
 def fail(path: str, detail: str) -> NoReturn:
@@ -46,7 +44,7 @@ def fail(path: str, detail: str) -> NoReturn:
 def itemsize_of(entry: TensorEntry | ViewEntry | ShardedEntry) -> int:
     """Returns the bytes of an element of a checked entry."""
     is_numpy = entry.type in NUMPY_KINDS
-    return (NUMPY_DTYPES[entry.dtype][0] if is_numpy else DTYPES[entry.dtype]).itemsize
+    return (NUMPY_DTYPES[entry.dtype] if is_numpy else DTYPES[entry.dtype]).itemsize
 
 
 def _check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | None:
@@ -62,11 +60,10 @@ def _check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | 
         return dtype
     if kind not in NUMPY_KINDS or entry.dtype not in NUMPY_DTYPES:
         fail(entry.path, f"no {kind!r:.80} has dtype {entry.dtype!r:.80}")
-    if len(entry.shape) > _MANY_DIMS:
-        try:
-            np.empty([0] * len(entry.shape))
-        except ValueError as error:
-            fail(entry.path, f"there is no such array: {error}")
+    try:
+        np.empty([0] * len(entry.shape))
+    except ValueError as error:
+        fail(entry.path, f"there is no such array: {error}")
     return None
 
 

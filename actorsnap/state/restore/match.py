@@ -36,16 +36,111 @@ from actorsnap.state.restore.checks import (
     check_view,
     fail,
 )
-from actorsnap.state.restore.rules import Rules
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import DTYPE_NAMES, PLAIN_TYPES, address_of, is_addressable, refusal
-from actorsnap.state.tree import Container, Skeleton, flatten, parent_of, part_path, unescape
+from actorsnap.state.tree import (
+    Container,
+    Skeleton,
+    escape,
+    flatten,
+    parent_of,
+    part_path,
+    unescape,
+)
 
 __all__ = ["Match", "Pair", "describe", "entries_by_key", "leaves_of", "match_key"]
 
 _TensorLike: TypeAlias = TensorEntry | ViewEntry | ShardedEntry | CompositeEntry
 _ABSENT: Final[Any] = object()
 _UNWANTED: Final[Any] = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Rules for matching entries with a target.
+
+    Attributes:
+        root: Path of the target.
+        strict_root: Path below which both sides must have the same leaves; or None.
+        opaque: Paths of extra states below ``strict_root``, which may have any leaves.
+    """
+
+    root: str
+    target: object | None
+    matching: Matching
+    strict_root: str | None = None
+    opaque: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, root: str, target: Any, matching: Matching) -> Rules:
+        strict_root: str | None = None
+        names: Iterable[Any] = ()
+        if target is not None and matching is Matching.LEAVES:
+            strict_root, names = root, target if isinstance(target, dict) else ()
+        elif matching is Matching.MODEL and isinstance(target, dict):
+            strict_root, names = f"{root}/model", target["model"]
+        opaque = frozenset(
+            f"{strict_root}/{escape(name)}" for name in names if _is_extra_state(name)
+        )
+        return cls(root, target, matching, strict_root, opaque)
+
+    def is_strict(self, path: str) -> bool:
+        strict_root = self.strict_root
+        if strict_root is None or not (path == strict_root or path.startswith(strict_root + "/")):
+            return False
+        if not self.opaque:
+            return True
+        below = len(strict_root) + 1
+        return path[:below] + path[below:].partition("/")[0] not in self.opaque
+
+    @property
+    def keeps_keys(self) -> bool:
+        """Whether dict keys that were not saved count as missing and keep their values."""
+        return self.matching in (Matching.KEYS, Matching.MODEL)
+
+    def is_kept(self, path: str, target: Target, kind: str) -> bool:
+        """Whether a target that does not fit is kept, not replaced by a leaf of ``kind``."""
+        is_same_kind = isinstance(target, np.ndarray) == (kind == "numpy array")
+        return self.is_strict(path) or (self.keeps_keys and is_same_kind)
+
+    def passes_over(self, path: str) -> bool:
+        """Whether a ``ModelState`` ignores a saved leaf of its optimizers.
+
+        It may have no optimizers now, or the parameter is frozen or in another stage.
+        """
+        if self.matching is not Matching.MODEL:
+            return False
+        below = f"{self.root}/optim/"
+        if not path.startswith(below):
+            return False
+        target: Any = self.target
+        name = path.removeprefix(below).partition("/")[0]
+        held = target.get("optim")
+        if held is None:
+            return True
+        is_flat = "param_groups" not in held and name not in ("state", "param_groups")
+        return is_flat and unescape(name) not in held
+
+    def may_lack(self, path: str, skeleton: Skeleton) -> bool:
+        """Whether the snapshot of a ``ModelState`` may lack a dict key.
+
+        The model's leaves are compared one by one. The optimizers' state may be absent, or have the
+        other form of hyperparameters (``flatten``).
+        """
+        if self.matching is not Matching.MODEL:
+            return False
+        optim = f"{self.root}/optim"
+        sections = f"{optim}/state", f"{optim}/param_groups"
+        is_other_form = path in sections or sections[1] in skeleton
+        return (
+            self.is_strict(path)
+            or path == optim
+            or (path.rpartition("/")[0] == optim and is_other_form)
+        )
+
+
+def _is_extra_state(name: object) -> bool:
+    return isinstance(name, str) and f".{name}".endswith("._extra_state")
 
 
 def entries_by_key(entries: Sequence[AnyEntry]) -> dict[str, list[AnyEntry]]:
@@ -118,7 +213,7 @@ def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | N
         return f"{kind} in the snapshot; the app state's {why}"
     if have != kind:
         return f"{kind} in the snapshot, {have} in the app state"
-    dtype = target.dtype.str if isinstance(target, np.ndarray) else DTYPE_NAMES[target.dtype][0]
+    dtype = target.dtype.str if isinstance(target, np.ndarray) else DTYPE_NAMES[target.dtype]
     lines = []
     if dtype != entry.dtype:
         lines.append(f"dtype {entry.dtype} in the snapshot, {dtype} in the app state")
@@ -202,10 +297,6 @@ class Match:
     def has_target(self, path: str) -> bool:
         """Whether the target has a leaf at ``path``; True without a target."""
         return self.rules.target is None or path in self.targets
-
-    def is_private(self, entry: AnyEntry) -> bool:
-        """Whether a leaf is private to one of several ranks."""
-        return self.world_size > 1 and not getattr(entry, "replicated", True)
 
     def keep(self, path: str, target: object, why: str) -> None:
         self.mismatched.append(f"{path}: {why}")
@@ -314,7 +405,8 @@ def _find_target(found: Match, entry: AnyEntry) -> object:
     path, rules = entry.path, found.rules
     target = found.targets.get(path, _ABSENT)
     if target is _ABSENT and rules.is_strict(path):
-        (found.unexpected if found.is_private(entry) else found.unplaced).append(path)
+        is_private = found.world_size > 1 and not getattr(entry, "replicated", True)
+        (found.unexpected if is_private else found.unplaced).append(path)
         return _UNWANTED
     return _UNWANTED if rules.passes_over(path) else target
 
@@ -333,7 +425,6 @@ def _add_tensor(
     dtype: torch.dtype | None,
     attributes: dict[str, Any] | None = None,
 ) -> None:
-
     path = entry.path
     if attributes:
         found.attributes[path] = objects.decode_attributes(attributes, path)

@@ -12,8 +12,8 @@ import torch
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import CompositeEntry, ContainerEntry, RankManifest, ValueEntry
 from actorsnap.planning.index import index_of
-from actorsnap.state import trial
-from actorsnap.state.trial import try_manifests
+from actorsnap.state.restore import verification
+from actorsnap.state.restore.verification import verify_entries
 from tests.state.saved import Part, Saved
 
 BAD = ValueEntry(path="k/bad", value={"$": "dtype", "v": "float99"})
@@ -44,12 +44,12 @@ def with_entry(saved: Saved, rank: int, entry: Any) -> dict[int, RankManifest]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 7])
 def test_a_good_one(num_ranks: int) -> None:
-    assert try_manifests(world(num_ranks).manifests).problems == ()
+    assert verify_entries(world(num_ranks).manifests).problems == {}
 
 
 @pytest.mark.parametrize("rank", [0, 3, 39])
 def test_what_one_rank_keeps_to_itself(rank: int) -> None:
-    (problem,) = try_manifests(with_entry(world(40), rank, BAD)).problems
+    (problem,) = verify_entries(with_entry(world(40), rank, BAD)).problems.values()
     assert problem.key == "k/bad"
 
 
@@ -64,13 +64,13 @@ def test_attributes_of_one_ranks_shard(rank: int) -> None:
         for entry in manifest.entries
     )
     changed = {rank: msgspec.structs.replace(manifest, entries=entries)}
-    (problem,) = try_manifests(saved.manifests | changed).problems
+    (problem,) = verify_entries(saved.manifests | changed).problems.values()
     assert problem.key == "k/w"
 
 
 def test_a_leaf_below_a_leaf_of_another_rank() -> None:
     below = ValueEntry(path="k/all5/below", value=1, replicated=True)
-    problems = try_manifests(with_entry(world(8), 2, below)).problems
+    problems = verify_entries(with_entry(world(8), 2, below)).problems.values()
     assert {problem.key for problem in problems} <= {"k/all5", "k/all5/below"}
     assert problems
 
@@ -78,7 +78,7 @@ def test_a_leaf_below_a_leaf_of_another_rank() -> None:
 def test_tensors_of_several_meshes_are_no_problem() -> None:
     """Nobody gets the whole, but each rank what it stored."""
     saved = Saved([[rows("k/w", rank % 2, 2, rank)] for rank in range(4)])
-    assert try_manifests(saved.manifests).problems == ()
+    assert verify_entries(saved.manifests).problems == {}
 
 
 def test_parts_in_other_manifests() -> None:
@@ -104,9 +104,9 @@ def test_parts_in_other_manifests() -> None:
             [Part("k/list/0@values", torch.ones(1), replicated=True)],
         ]
     )
-    found = try_manifests(saved.manifests)
-    assert found.problems == ()
-    (leaf,) = found.doubtful
+    found = verify_entries(saved.manifests)
+    assert found.problems == {}
+    (leaf,) = found.doubtful.values()
     part = leaf.restore()
     saved.fill(leaf.index, part.memory.reads)
     assert part.build().to_dense().tolist() == [1.0, 0.0, 0.0]
@@ -121,7 +121,7 @@ def test_the_work_grows_with_the_entries_only(monkeypatch: pytest.MonkeyPatch) -
         num_looked_at += sum(len(manifest.entries) for manifest in manifests.values())
         return index_of(manifests, rank=rank)
 
-    monkeypatch.setattr(trial, "index_of", counted)
+    monkeypatch.setattr(verification, "index_of", counted)
     saved = Saved(
         [
             [Part("k/all", torch.ones(1), replicated=True), Part("k/own", torch.ones(1))]
@@ -130,5 +130,5 @@ def test_the_work_grows_with_the_entries_only(monkeypatch: pytest.MonkeyPatch) -
             for rank in range(100)
         ]
     )
-    assert try_manifests(saved.manifests).problems == ()
+    assert verify_entries(saved.manifests).problems == {}
     assert num_looked_at < 1000

@@ -24,10 +24,11 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, index_of
 from actorsnap.state import objects
-from actorsnap.state.restore import KeyRestore, Match, entries_by_key, match_key, prepare
+from actorsnap.state.restore.build import KeyRestore, prepare
+from actorsnap.state.restore.match import Match, entries_by_key, match_key
 from actorsnap.state.tree import escape, part_path
 
-__all__ = ["Doubtful", "Trial", "try_manifests"]
+__all__ = ["Doubtful", "Findings", "verify_entries"]
 
 _MAX_CONFIRMED = 16
 """Maximum number of ranks whose problems are confirmed with all manifests; others are dropped."""
@@ -47,18 +48,21 @@ class Doubtful:
     entries: tuple[AnyEntry, ...]
 
     def restore(self) -> KeyRestore:
-        return prepare("", self.entries, target=None, allow_pickle=False, root=self.path)
+        return prepare(self.path, self.entries, target=None, allow_pickle=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
-    """One error per refused entry, and the leaves to build."""
+class Findings:
+    """One error per refused entry, by path and detail; and leaves to build, by content."""
 
-    problems: tuple[FormatError, ...]
-    doubtful: tuple[Doubtful, ...]
+    problems: dict[tuple[str, str], FormatError] = field(default_factory=dict)
+    doubtful: dict[object, Doubtful] = field(default_factory=dict)
+
+    def add(self, error: FormatError) -> None:
+        self.problems.setdefault((error.key, error.detail), error)
 
 
-def try_manifests(manifests: Mapping[int, RankManifest]) -> Trial:
+def verify_entries(manifests: Mapping[int, RankManifest]) -> Findings:
     """Tries every key for every rank that saved, and for one that did not. Allocates no memory.
 
     Avoids quadratic time: tries a rank's entries with those that every rank may read, then confirms
@@ -67,16 +71,16 @@ def try_manifests(manifests: Mapping[int, RankManifest]) -> Trial:
     try:
         index = index_of(manifests, rank=len(manifests))
     except FormatError as error:
-        return Trial((error,), ())
+        return Findings({(error.key, error.detail): error})
     found = _try_index(index)
     if len(manifests) > 1:
         for manifest in manifests.values():
             _try_attributes_of_shards(found, manifest.entries)
         _try_each_rank(found, index, manifests)
-    return Trial(tuple(found.problems.values()), tuple(found.doubtful.values()))
+    return found
 
 
-def _try_each_rank(found: _Findings, index: Index, manifests: Mapping[int, RankManifest]) -> None:
+def _try_each_rank(found: Findings, index: Index, manifests: Mapping[int, RankManifest]) -> None:
     common = RankManifest(
         attempt=index.attempt,
         rank=0,
@@ -112,18 +116,7 @@ def _without_shards(
     return tuple(kept.values())
 
 
-@dataclass(frozen=True, slots=True)
-class _Findings:
-    """Problems by path and detail; leaves to build by content."""
-
-    problems: dict[tuple[str, str], FormatError] = field(default_factory=dict)
-    doubtful: dict[object, Doubtful] = field(default_factory=dict)
-
-    def add(self, error: FormatError) -> None:
-        self.problems.setdefault((error.key, error.detail), error)
-
-
-def _try_attributes_of_shards(found: _Findings, entries: Sequence[Entry]) -> None:
+def _try_attributes_of_shards(found: Findings, entries: Sequence[Entry]) -> None:
     """Decodes the attributes of a rank's shards; a merged view keeps one rank's."""
     for entry in entries:
         if isinstance(entry, TensorEntry) and entry.offsets is not None and entry.attributes:
@@ -133,8 +126,8 @@ def _try_attributes_of_shards(found: _Findings, entries: Sequence[Entry]) -> Non
                 found.add(error)
 
 
-def _try_index(index: Index) -> _Findings:
-    found = _Findings()
+def _try_index(index: Index) -> Findings:
+    found = Findings()
     try:
         by_key = entries_by_key(index.entries)
     except FormatError as error:
