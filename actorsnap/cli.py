@@ -52,8 +52,6 @@ from actorsnap.runtime.source import Source
 from actorsnap.runtime.verify import VerifyReport
 from actorsnap.sync import Snapshot
 
-__all__ = ["main"]
-
 T = TypeVar("T")
 
 app = typer.Typer(

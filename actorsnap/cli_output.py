@@ -34,30 +34,6 @@ from actorsnap.state.objects import decode_inline
 from actorsnap.state.tensors import bytes_of
 from actorsnap.state.tree import flatten, parent_of, unflatten
 
-__all__ = [
-    "ListedLeaf",
-    "age_text",
-    "count_of",
-    "data_objects",
-    "describe",
-    "describe_difference",
-    "draw_tree",
-    "leaves_of",
-    "manifests_json",
-    "one_line",
-    "overview",
-    "print_columns",
-    "print_json",
-    "raw_bytes",
-    "size_text",
-    "snapshot_json",
-    "snapshot_rows",
-    "tree_of",
-    "value_text",
-    "visible",
-    "write_lines",
-]
-
 _MAX_VALUE = 60
 _MAX_ALIGNED = 60
 """Widest cell that moves the next column, in characters."""

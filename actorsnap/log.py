@@ -14,8 +14,6 @@ from typing import Any
 
 from actorsnap.errors import text_of
 
-__all__ = ["Log"]
-
 
 class Log(logging.LoggerAdapter[logging.Logger]):
     """A module's logger. Its methods never raise; failures of handlers are reported as ``logging``

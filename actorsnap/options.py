@@ -14,8 +14,6 @@ import msgspec
 from actorsnap.errors import UsageError, did_you_mean
 from actorsnap.format.compression import Codec
 
-__all__ = ["MIN_CHUNK_BYTES", "Options", "may_block_running_loop", "chunk_within", "from_env"]
-
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
 """Two checksum blocks."""

@@ -29,8 +29,6 @@ from actorsnap.runtime.source import Source
 from actorsnap.runtime.taking import Guard
 from actorsnap.runtime.verify import VerifyReport
 
-__all__ = ["PendingHandle", "PendingSnapshot", "Snapshot", "SnapshotHandle", "warm_up"]
-
 
 @async_call
 async def warm_up(nbytes: int, *, options: Options | None = None) -> None:

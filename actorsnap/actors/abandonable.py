@@ -19,8 +19,6 @@ from actorsnap.errors import StorageError, describe
 from actorsnap.log import Log
 from actorsnap.storage.base import RunBlocking, ends_this_task
 
-__all__ = ["AbandonableTasks", "first_error"]
-
 logger = Log(__name__)
 
 T = TypeVar("T")

@@ -19,8 +19,6 @@ import anyio
 
 from actorsnap.state.sources import Pinner
 
-__all__ = ["Budget", "BudgetStatistics", "Lease", "Purpose"]
-
 
 class Purpose(Enum):
     STAGING = auto()

@@ -20,8 +20,6 @@ from actorsnap.planning.packing import Item, ObjectPlan
 from actorsnap.state.sources import Captured, Leaf, Part
 from actorsnap.state.tree import part_path
 
-__all__ = ["ChecksumLedger", "manifest_of"]
-
 
 class ChecksumLedger:
     """Collects the block checksums of one object's items, in any order.

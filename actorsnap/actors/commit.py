@@ -29,8 +29,6 @@ from actorsnap.log import Log
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.storage.base import Storage, ends_this_task, for_each
 
-__all__ = ["CommitActor", "commit_alone", "is_committed"]
-
 logger = Log(__name__)
 
 _COMMIT_GRACE_S = 10.0

@@ -22,8 +22,6 @@ from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import StoredChunk
 from actorsnap.storage.base import RunBlocking, Storage
 
-__all__ = ["CompressedStore", "shrinks"]
-
 _TURN_S = 0.05
 """After these a thread yields to other chunks."""
 

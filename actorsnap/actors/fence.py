@@ -20,8 +20,6 @@ from actorsnap.state.sources import Leaf
 if TYPE_CHECKING:
     from actorsnap.state.lazy import LazyState  # imports torch, which the uploader process lacks
 
-__all__ = ["Fence", "Watch"]
-
 
 class Watch:
     """A request to copy some leaves.

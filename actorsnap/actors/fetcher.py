@@ -25,8 +25,6 @@ from actorsnap.planning.restore import ChunkMap, Extent, Range, Read, chunk_maps
 from actorsnap.state.sources import ByteSink
 from actorsnap.storage.base import RunBlocking, Storage
 
-__all__ = ["FetcherPool", "RangeRequest"]
-
 _MAX_VIEWS = 256
 """Views filled between two verifications."""
 

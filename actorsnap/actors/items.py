@@ -20,16 +20,6 @@ from actorsnap.protocol.save import Assignment
 from actorsnap.release import RELEASE
 from actorsnap.state.sources import ByteSource
 
-__all__ = [
-    "Pace",
-    "SaveContext",
-    "StagedChunk",
-    "StagedMemory",
-    "Staging",
-    "StagingOrder",
-    "release_leases",
-]
-
 
 class Pace:
     """Paces the uploaders; ``protocol.pacing`` decides."""

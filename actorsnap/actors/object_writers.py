@@ -14,8 +14,6 @@ from actorsnap.planning.packing import Item, ObjectPlan
 from actorsnap.protocol.save import Assignment, Token
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
-__all__ = ["RankObjects"]
-
 _MAX_OPENING = 16
 
 

@@ -32,8 +32,6 @@ from actorsnap.protocol.roll import (
 from actorsnap.protocol.rounds import TakenOver
 from actorsnap.transport.ends import Began, Broken, CoordinatorEnd, ParticipantEnd, PeerLost
 
-__all__ = ["Caller", "Roll"]
-
 logger = Log(__name__)
 
 _EARLIER_S = 0.05

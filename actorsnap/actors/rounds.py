@@ -40,8 +40,6 @@ from actorsnap.protocol.rounds import (
 )
 from actorsnap.transport.ends import Broken, CoordinatorEnd, ParticipantEnd, PeerLost
 
-__all__ = ["Aborted", "Committer", "CoordinatorActor", "Decisions", "ParticipantActor"]
-
 T = TypeVar("T")
 
 _BACKSTOP_S = 4.0

@@ -47,8 +47,6 @@ from actorsnap.state.sources import Captured, HostMemory
 from actorsnap.storage.base import Storage, ends_this_task
 from actorsnap.transport.ends import ParticipantEnd
 
-__all__ = ["Saver"]
-
 logger = Log(__name__)
 
 _RELEASED = HostMemory(0, 0, None)

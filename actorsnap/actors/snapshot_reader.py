@@ -31,8 +31,6 @@ from actorsnap.format.manifest import (
 from actorsnap.log import Log
 from actorsnap.storage.base import RunBlocking, Storage, for_each
 
-__all__ = ["Commits", "SnapshotReader", "find_commit", "is_complete", "read_commits", "read_intact"]
-
 logger = Log(__name__)
 
 T = TypeVar("T")

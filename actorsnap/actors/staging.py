@@ -18,8 +18,6 @@ from actorsnap.protocol.save import Assignment
 from actorsnap.state.sources import ByteSource, Leaf, PartSource, gather
 from actorsnap.storage.base import RunBlocking
 
-__all__ = ["StagingActor"]
-
 _MAX_COPIED_BYTES = 48 << 20
 """Limit of copies in a blocking save, besides the budget. Nobody waits for them: more would only
 use memory.

@@ -17,23 +17,6 @@ import msgspec
 
 from actorsnap.log import Log
 
-__all__ = [
-    "NULL_RECORDER",
-    "Mark",
-    "Phase",
-    "Progress",
-    "ProgressBoard",
-    "Record",
-    "Recorder",
-    "Row",
-    "RowRecord",
-    "Sample",
-    "Span",
-    "Totals",
-    "Wait",
-    "Work",
-]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 

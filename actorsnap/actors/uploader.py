@@ -21,9 +21,6 @@ from actorsnap.actors.trace import Row, Wait, Work
 from actorsnap.format.checksum import append_blocks, block_checksums, crc32c
 from actorsnap.storage.base import ObjectWriter
 
-__all__ = ["UploaderActor"]
-
-
 _HEAD_START_S = 0.002
 """Delay before uploaders start: the woken trainer gets the GIL and the CPUs first, otherwise a
 switch interval (5 ms) later.

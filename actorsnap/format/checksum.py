@@ -18,21 +18,7 @@ from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Any, TypeAlias
 
-from crc32c import crc32c
-
-__all__ = [
-    "MAX_BLOCK_BYTES",
-    "MIN_BLOCK_BYTES",
-    "append_blocks",
-    "block_bytes_of",
-    "block_checksums",
-    "choose_block_bytes",
-    "combine",
-    "combine_blocks",
-    "crc32c",
-    "crc32c_of",
-    "is_block_count",
-]
+from crc32c import crc32c as crc32c
 
 MIN_BLOCK_BYTES = 1 << 16
 MAX_BLOCK_BYTES = 1 << 20

@@ -22,21 +22,6 @@ import numpy as np
 from actorsnap.errors import ChecksumMismatch, UnsupportedFormat, UsageError
 from actorsnap.format.checksum import crc32c
 
-__all__ = [
-    "Codec",
-    "FRAME_BYTES",
-    "FRAME_HEAD_BYTES",
-    "Unpacker",
-    "check_available",
-    "check_readable",
-    "count_frames",
-    "is_frame_count",
-    "pack_frame",
-    "shuffle",
-    "unshuffle",
-    "width_for",
-]
-
 FRAME_BYTES = 1 << 20
 """Uncompressed; the last frame of a chunk may be shorter."""
 

@@ -9,8 +9,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, COMMIT_KEYS, OLDER_COMMIT_KEY
 
-__all__ = ["HEAD_BYTES", "attempts_in", "recognize", "recognize_file"]
-
 HEAD_BYTES = 512
 """Bytes that ``recognize_file`` needs."""
 

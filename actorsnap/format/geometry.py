@@ -12,17 +12,6 @@ from typing import TypeAlias
 
 import msgspec
 
-__all__ = [
-    "Box",
-    "Placed",
-    "Placement",
-    "contiguous_runs",
-    "covers_exactly",
-    "flat_range_boxes",
-    "local_shape",
-    "place",
-]
-
 
 class Box(msgspec.Struct, frozen=True, gc=False):
     """Offsets and sizes in global index space, in elements. Zero dims hold one element."""

@@ -14,34 +14,6 @@ from math import prod
 
 import msgspec
 
-__all__ = [
-    "Attempt",
-    "DATA_ALIGNMENT",
-    "MAX_HEADER_BYTES",
-    "ObjectLayout",
-    "SAFETENSORS_DTYPES",
-    "Slot",
-    "chunk_key",
-    "claim_prefix",
-    "collection_key",
-    "copy_claim_key",
-    "data_key",
-    "decode_copy_claim",
-    "dtype_itemsize",
-    "encode_copy_claim",
-    "header_cost",
-    "is_compressed_key",
-    "is_well_formed_key",
-    "lay_out",
-    "manifest_key",
-    "manifest_prefix",
-    "parse_claim",
-    "parse_manifest_key",
-    "safe_name",
-    "shard_name",
-    "top_level_key",
-]
-
 DATA_ALIGNMENT = 4096
 """Of the data section in a data object, in bytes."""
 

@@ -39,45 +39,6 @@ from actorsnap.format.layout import (
     manifest_key,
 )
 
-__all__ = [
-    "COMMIT_KEY",
-    "COMMIT_KEYS",
-    "COMPOSITE_PARTS",
-    "FEATURES",
-    "FORMAT_VERSION",
-    "OLDER_COMMIT_KEY",
-    "BytesEntry",
-    "BytesType",
-    "Commit",
-    "CompositeEntry",
-    "CompositeLayout",
-    "ContainerEntry",
-    "ContainerType",
-    "Entry",
-    "ManifestRecord",
-    "MemoryFormat",
-    "ObjectRecord",
-    "RankManifest",
-    "SaveRecord",
-    "Stored",
-    "StoredChunk",
-    "TensorEntry",
-    "TensorType",
-    "ValueEntry",
-    "ViewEntry",
-    "check_json",
-    "decode_commit",
-    "decode_lone_rank_manifest",
-    "decode_rank_manifest",
-    "encode_commit",
-    "encode_rank_manifest",
-    "features_in",
-    "features_of",
-    "is_same_content",
-    "is_same_tensor",
-    "world_size_of",
-]
-
 FORMAT_NAME = "actorsnap"
 FORMAT_VERSION = 1
 FEATURES = ("annotations", "block_sizes", "compression")

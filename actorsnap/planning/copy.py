@@ -25,15 +25,6 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.restore import check_chunks
 
-__all__ = [
-    "CopyPlan",
-    "ObjectCopy",
-    "ByteRange",
-    "plan_copy",
-    "reusable",
-    "split_writes",
-]
-
 
 class ByteRange(msgspec.Struct, frozen=True, gc=False):
     """Bytes ``[start, stop)`` of an object."""

@@ -36,17 +36,6 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.restore import find_hole
 
-__all__ = [
-    "AnyEntry",
-    "Index",
-    "Shard",
-    "ShardedEntry",
-    "holes",
-    "index_of",
-    "named_entries",
-    "named_ranks",
-]
-
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
     """A stored box of a tensor.

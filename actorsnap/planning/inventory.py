@@ -18,19 +18,6 @@ from actorsnap.errors import UsageError
 from actorsnap.planning.index import named_ranks
 from actorsnap.planning.packing import Item
 
-__all__ = [
-    "Inventory",
-    "Scope",
-    "Sharded",
-    "build_inventory",
-    "check_sharded",
-    "digest_of",
-    "index_runs",
-    "on_several_meshes",
-    "ranks_digest",
-    "refuse",
-]
-
 _DIGEST_BYTES = 12
 """Every rank sends two per save; ranks are not adversaries."""
 

@@ -13,8 +13,6 @@ from itertools import accumulate, chain
 
 from actorsnap.planning.packing import Chunk, ObjectPlan
 
-__all__ = ["Backlog", "leaves_in", "set_aside"]
-
 
 def leaves_in(objects: Sequence[ObjectPlan], chunks: Sequence[Chunk]) -> list[frozenset[int]]:
     """Returns, per chunk, the leaves that have bytes in it."""

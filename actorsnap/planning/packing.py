@@ -28,25 +28,6 @@ from actorsnap.format.layout import (
     top_level_key,
 )
 
-__all__ = [
-    "Arranged",
-    "Chunk",
-    "Item",
-    "ItemBox",
-    "ObjectPart",
-    "ObjectPlan",
-    "PackingRules",
-    "Piece",
-    "RankPlan",
-    "Share",
-    "arrange",
-    "canonical",
-    "check_memory",
-    "least_write_bytes",
-    "pack",
-    "write_order",
-]
-
 _SMALL_KEY_BYTES = 1 << 20
 """Smallest key that gets its own objects."""
 

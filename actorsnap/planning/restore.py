@@ -15,20 +15,6 @@ from actorsnap.format.geometry import Box, contiguous_runs, covers_exactly
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import ObjectRecord, StoredChunk
 
-__all__ = [
-    "BoxRead",
-    "ChunkMap",
-    "Extent",
-    "Part",
-    "Range",
-    "Read",
-    "check_chunks",
-    "chunk_maps",
-    "find_hole",
-    "plan_boxes",
-    "plan_reads",
-]
-
 
 class BoxRead(msgspec.Struct, frozen=True, gc=False):
     """Whole checksum blocks, bytes ``[start, stop)`` of stored box number ``stored``.

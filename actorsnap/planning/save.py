@@ -35,8 +35,6 @@ from actorsnap.planning.packing import (
     canonical,
 )
 
-__all__ = ["SavePlan", "plan_save"]
-
 _MAX_ROW_BYTES = 1 << 20
 """Largest row that is not cut inside."""
 

@@ -21,22 +21,6 @@ import msgspec
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.planning.restore import Part, Range
 
-__all__ = [
-    "MIN_SHARING_RANKS",
-    "RangesDigest",
-    "RankRange",
-    "RankRanges",
-    "ReadInterest",
-    "ReadMode",
-    "SharedReadPlan",
-    "SharedTurn",
-    "count_rounds",
-    "digest_ranges",
-    "plan_shared_reads",
-    "rank_ranges",
-    "split_ranges",
-]
-
 MIN_SHARING_RANKS = 8
 """Fewer ranks do not keep a storage busy enough to pay for the messages."""
 

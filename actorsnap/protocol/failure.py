@@ -28,19 +28,6 @@ from actorsnap.errors import (
     text_of,
 )
 
-__all__ = [
-    "EncodedError",
-    "Failure",
-    "Stage",
-    "decode",
-    "encode",
-    "encode_value",
-    "explain_coordinator_loss",
-    "explain_loss",
-    "named_ranks",
-    "restore_aborted",
-]
-
 _MAX_CAUSES = 8
 """Limit of a chain."""
 

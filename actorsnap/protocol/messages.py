@@ -15,23 +15,6 @@ import msgspec
 
 from actorsnap.protocol.failure import Failure
 
-__all__ = [
-    "Aborted",
-    "Absent",
-    "Arrived",
-    "Ask",
-    "AskLabel",
-    "CallKind",
-    "Failed",
-    "FromCoordinator",
-    "Label",
-    "Labelled",
-    "Proceed",
-    "Repeat",
-    "ToCoordinator",
-]
-
-
 _MAX_SHOWN_URL = 160
 
 

@@ -29,8 +29,6 @@ from collections import deque
 from collections.abc import Sequence
 from statistics import fmean, median, pstdev
 
-__all__ = ["BURST_S", "MIN_DUTY", "Bursts", "PaceController", "is_behind"]
-
 MIN_DUTY = 0.01
 BURST_S = 0.02
 """Length of a burst, about a training step: no chunk begins in an older burst."""

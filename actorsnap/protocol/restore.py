@@ -23,8 +23,6 @@ from actorsnap.planning.shared_reads import ReadInterest, ReadMode, plan_shared_
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.rounds import Continue
 
-__all__ = ["Comparison", "Ready", "RestoreDecisions", "RestoreTotals", "Weighed"]
-
 T = TypeVar("T")
 
 

@@ -23,16 +23,6 @@ from actorsnap.errors import UsageError
 from actorsnap.protocol.failure import Failure, Stage, explain_loss, named_ranks, restore_aborted
 from actorsnap.protocol.messages import Label
 
-__all__ = [
-    "REMIND_AFTER_S",
-    "SETTLE_S",
-    "RollCall",
-    "RollState",
-    "aborted",
-    "awaiting",
-    "overdue",
-]
-
 REMIND_AFTER_S = (10.0, 60.0, 300.0)
 """Times after its call at which a waiting rank logs a warning."""
 

@@ -29,31 +29,6 @@ import msgspec
 from actorsnap.protocol.failure import Failure
 from actorsnap.protocol.messages import Aborted, Arrived, Ask, Failed, Proceed, Repeat
 
-__all__ = [
-    "AskMore",
-    "Continue",
-    "Coordinator",
-    "CoordinatorEvent",
-    "CoordinatorState",
-    "Decide",
-    "Decision",
-    "End",
-    "FromRank",
-    "Hurry",
-    "Lost",
-    "Machine",
-    "Overdue",
-    "Participant",
-    "ParticipantEvent",
-    "ParticipantState",
-    "ProtocolViolation",
-    "Reached",
-    "SendTo",
-    "Table",
-    "TakenOver",
-    "ToRank",
-]
-
 StateT = TypeVar("StateT", bound=StrEnum)
 EventT = TypeVar("EventT")
 CommandT = TypeVar("CommandT")

@@ -24,20 +24,6 @@ from actorsnap.planning.save import SavePlan, plan_save
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import AskMore, Continue, Decision
 
-__all__ = [
-    "Details",
-    "Assignment",
-    "Joined",
-    "ManifestStored",
-    "PlanCache",
-    "Question",
-    "SaveDecisions",
-    "Token",
-    "aborted",
-    "decode",
-    "encode",
-]
-
 T = TypeVar("T")
 
 

@@ -21,16 +21,6 @@ import msgspec
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.uploader import CancelSave
 
-__all__ = [
-    "AbortSave",
-    "ProcessCommand",
-    "SaveHere",
-    "SendSave",
-    "Supervisor",
-    "SupervisorCommand",
-    "SupervisorState",
-]
-
 
 class ProcessCommand(StrEnum):
     START = "start"

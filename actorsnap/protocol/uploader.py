@@ -17,33 +17,6 @@ from actorsnap.planning.inventory import Sharded
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.failure import EncodedError
 
-__all__ = [
-    "AbsenceReported",
-    "Alive",
-    "AnswerWanted",
-    "AttemptsEnded",
-    "BeginSave",
-    "Begun",
-    "CancelSave",
-    "Configure",
-    "EndReceived",
-    "Finished",
-    "FromProcess",
-    "FromSave",
-    "LeaveTeam",
-    "Logged",
-    "MessageSent",
-    "Progressed",
-    "Staged",
-    "StagingWanted",
-    "Structure",
-    "TakeOver",
-    "TakeOverPrepared",
-    "ToProcess",
-    "ToSave",
-    "TurnGiven",
-]
-
 
 class Structure(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An app state without its values.

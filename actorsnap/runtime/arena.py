@@ -23,8 +23,6 @@ import numpy as np
 from actorsnap.log import Log
 from actorsnap.state.sources import Pinner
 
-__all__ = ["Arena", "ArenaStatistics", "ArenaView", "block_bytes"]
-
 logger = Log(__name__)
 
 _MIN_CLASS_BYTES = 1 << 16

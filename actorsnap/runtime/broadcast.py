@@ -17,8 +17,6 @@ import torch.distributed as dist
 
 from actorsnap.runtime.host import Host
 
-__all__ = ["Broadcaster", "obstacle"]
-
 _dist: Any = dist  # lacks stores and gloo in the stubs
 
 if TYPE_CHECKING:

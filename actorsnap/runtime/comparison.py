@@ -24,8 +24,6 @@ from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.stateful import Matching, RNGState, Stateful, adapts, can_assign, matching_of
 from actorsnap.state.tree import escape, join, unescape
 
-__all__ = ["Compared", "compare"]
-
 
 @dataclass(slots=True)
 class Compared:

@@ -51,8 +51,6 @@ from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.source import OpenSource, Source, opened_storage
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
-__all__ = ["CopyEvent", "CopyEventKind", "CopyReport", "copy"]
-
 logger = Log(__name__)
 
 _UNCLAIMED = (

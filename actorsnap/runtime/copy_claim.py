@@ -17,8 +17,6 @@ from actorsnap.runtime.host import Host
 from actorsnap.runtime.maintenance import Claims, find_attempts, find_claims, find_collectable
 from actorsnap.storage.base import Storage
 
-__all__ = ["CopyClaim", "naming_side"]
-
 _BEAT_S = 15.0
 """Interval between renewals."""
 

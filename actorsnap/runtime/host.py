@@ -34,16 +34,6 @@ from actorsnap.runtime.process import host_id, usable_cores
 from actorsnap.runtime.resources import Resources
 from actorsnap.storage.base import ends_this_task
 
-__all__ = [
-    "Call",
-    "Host",
-    "PendingSave",
-    "Script",
-    "check_not_forked",
-    "shutdown",
-    "wait_done",
-]
-
 logger = Log(__name__)
 
 T = TypeVar("T")

@@ -9,8 +9,6 @@ from typing import Any, Generic, TypeVar
 import anyio
 import msgspec
 
-__all__ = ["Link", "LinkStatistics"]
-
 In = TypeVar("In")
 Out = TypeVar("Out")
 

@@ -43,8 +43,6 @@ from actorsnap.state.sources import Captured
 from actorsnap.storage.base import Capabilities, Storage
 from actorsnap.transport.ends import CoordinatorEnd, InprocEnds, ParticipantEnd, RelayedEnds
 
-__all__ = ["LocalEngine"]
-
 logger = Log(__name__)
 
 _PATIENCE_S = 5.0

@@ -24,19 +24,6 @@ from actorsnap.storage.registry import (
 )
 from actorsnap.storage.wrapper import translate_opening
 
-__all__ = [
-    "AppState",
-    "Location",
-    "OnRetry",
-    "check_flag",
-    "check_metadata",
-    "check_step",
-    "make_location",
-    "open_location",
-    "open_ready_location",
-    "resolve_options",
-]
-
 OnRetry: TypeAlias = Callable[[StorageError, float], None]
 
 

@@ -30,21 +30,6 @@ from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
 from actorsnap.storage.base import ObjectInfo, Storage, for_each
 
-__all__ = [
-    "Claims",
-    "Collected",
-    "Leftover",
-    "collect",
-    "collect_garbage",
-    "delete",
-    "find_attempts",
-    "find_claims",
-    "find_collectable",
-    "find_leftovers",
-    "find_resumable",
-    "find_snapshots",
-]
-
 logger = Log(__name__)
 
 MAX_ATTEMPT_S = 24 * 3600

@@ -22,8 +22,6 @@ from actorsnap.protocol.pacing import PaceController, is_behind
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.save import Save
 
-__all__ = ["Step", "step", "watch"]
-
 logger = Log(__name__)
 
 _TICK_S = 0.5

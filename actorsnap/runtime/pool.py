@@ -17,8 +17,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["WorkerPool", "lower_priority"]
-
 _HANGS_AFTER_S = 0.5
 """Age of a hanging job. Copying or hashing a chunk takes a tenth."""
 

@@ -12,16 +12,6 @@ from pathlib import Path, PurePosixPath
 
 import psutil
 
-__all__ = [
-    "cgroup_free_bytes",
-    "default_budget_bytes",
-    "has_cores",
-    "host_id",
-    "is_running",
-    "listens_at",
-    "usable_cores",
-]
-
 
 @functools.cache
 def host_id() -> str:

@@ -22,17 +22,6 @@ from actorsnap.state.restore.build import KeyRestore, prepare, read_one
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.tree import escape
 
-__all__ = [
-    "begins_anew",
-    "fetch_wanted",
-    "get_manifest",
-    "get_state_dict_for_key",
-    "load_index",
-    "load_view",
-    "mark",
-    "read_object",
-]
-
 logger = Log(__name__)
 
 T = TypeVar("T")

@@ -43,8 +43,6 @@ from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened
 from actorsnap.runtime.verify import DataCheck
 from actorsnap.storage.base import Storage, for_each
 
-__all__ = ["RecoverCall", "RecoverReport", "recover"]
-
 logger = Log(__name__)
 
 _MAX_NOTES = 20

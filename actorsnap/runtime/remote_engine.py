@@ -44,8 +44,6 @@ from actorsnap.transport.ends import (
     encode_item,
 )
 
-__all__ = ["RemoteEngine"]
-
 logger = Log(__name__)
 
 _GRACE_S = 2.0

@@ -20,8 +20,6 @@ from actorsnap.runtime.process import default_budget_bytes, host_id, is_running
 if TYPE_CHECKING:
     from actorsnap.runtime.uploader_client import Uploader
 
-__all__ = ["Attempts", "CommitOrder", "CommitTurn", "LocalTurn", "Resources"]
-
 T = TypeVar("T")
 
 _MAX_ENDED = 64

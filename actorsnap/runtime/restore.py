@@ -35,8 +35,6 @@ from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.stateful import RNGState, loader, torch_complaints, validate_app_state
 from actorsnap.state.tree import escape, join
 
-__all__ = ["RestorePlan", "RestoreReport", "plan_restore", "restore", "restore_by"]
-
 logger = Log(__name__)
 
 

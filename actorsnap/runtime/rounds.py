@@ -17,8 +17,6 @@ from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.team import Team
 
-__all__ = ["Alone", "Rounds", "call_together"]
-
 logger = Log(__name__)
 
 T = TypeVar("T")

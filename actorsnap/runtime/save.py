@@ -27,8 +27,6 @@ from actorsnap.runtime.team import Membership
 from actorsnap.runtime.tracing import Observation
 from actorsnap.storage.registry import without_secrets
 
-__all__ = ["Engine", "Save", "SaveRequest"]
-
 _HEAD_START_S = 0.005
 """Delay of lazy staging after the call: a switch interval."""
 

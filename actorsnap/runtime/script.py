@@ -26,18 +26,6 @@ from actorsnap.options import may_block_running_loop
 from actorsnap.runtime.host import Call, Host, Script, check_not_forked, wait_done
 from actorsnap.storage.registry import without_secrets
 
-__all__ = [
-    "AsyncCall",
-    "allow_in_running_loop",
-    "async_call",
-    "how_to_await",
-    "refuse_running_loop",
-    "run_async",
-    "run_sync",
-    "watch_async",
-    "watch_sync",
-]
-
 T = TypeVar("T")
 
 _is_blocking_allowed = False

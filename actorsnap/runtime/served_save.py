@@ -38,8 +38,6 @@ from actorsnap.transport.store import StorePort
 if TYPE_CHECKING:
     from actorsnap.runtime.uploader_process import UploaderService
 
-__all__ = ["ServedSave"]
-
 
 class ServedSave:
     """Connects a ``Save`` here with the trainer. Starts it at once.

@@ -44,8 +44,6 @@ from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.sources import ByteSink, HostMemory
 from actorsnap.storage.base import RunBlocking
 
-__all__ = ["NUM_BUFFERS", "RestoreReads", "SharedRange", "SharedReadActor"]
-
 NUM_BUFFERS = 4
 """Two for the rank's own pieces, of this round and the next; two for others'."""
 

@@ -24,8 +24,6 @@ from actorsnap.runtime.location import Location, OnRetry, open_location
 from actorsnap.storage.base import Storage, for_each
 from actorsnap.storage.registry import folder_and_name
 
-__all__ = ["MAX_SMALL_READS", "OpenSource", "Source", "opened_storage"]
-
 T = TypeVar("T")
 
 MAX_SMALL_READS = 16

@@ -10,8 +10,6 @@ from actorsnap.format.manifest import Entry, ValueEntry
 from actorsnap.protocol.uploader import Structure
 from actorsnap.state.sources import Captured, HostMemory, Leaf, Part
 
-__all__ = ["Described", "describe_state", "rebuild_state"]
-
 _ELSEWHERE = HostMemory(0, 0, None)
 """Of leaves whose bytes come through the arena."""
 

@@ -54,16 +54,6 @@ from actorsnap.state.process_group import global_rank, likely_ranks
 from actorsnap.state.sources import Captured
 from actorsnap.storage.registry import find_opener, is_ready, is_shared
 
-__all__ = [
-    "Guard",
-    "TakeCall",
-    "await_pending",
-    "await_staged",
-    "guard",
-    "take",
-    "warm_up",
-]
-
 T = TypeVar("T")
 
 logger = Log(__name__)

@@ -26,8 +26,6 @@ from actorsnap.state.process_group import Group, find_group, find_prefix
 from actorsnap.transport.ends import RelayedEnds
 from actorsnap.transport.store import CONNECT_S, StorePort
 
-__all__ = ["Membership", "Team", "TeamCall", "TeamMemory", "find_team", "open_port"]
-
 logger = Log(__name__)
 
 _AGAIN_S = 10.0

@@ -23,22 +23,6 @@ import msgspec
 from actorsnap.actors.trace import Recorder, Wait
 from actorsnap.errors import UsageError
 
-__all__ = [
-    "About",
-    "ActorTotals",
-    "Longest",
-    "StageTotals",
-    "Summary",
-    "TraceEvent",
-    "TraceFile",
-    "merge",
-    "page",
-    "read",
-    "summaries",
-    "trace_of",
-    "write",
-]
-
 _VERSION = 1
 
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]

@@ -30,8 +30,6 @@ from actorsnap.runtime import tracefile
 from actorsnap.runtime.host import Host, wait_done
 from actorsnap.runtime.tracefile import About
 
-__all__ = ["Observation", "Sink", "observe"]
-
 logger = Log(__name__)
 
 Sink: TypeAlias = Callable[[Recorder, About, int], None]

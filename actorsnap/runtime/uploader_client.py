@@ -46,8 +46,6 @@ from actorsnap.state.sources import Captured
 if TYPE_CHECKING:
     from actorsnap.runtime.remote_engine import RemoteEngine
 
-__all__ = ["Uploader", "find_uploader"]
-
 logger = Log(__name__)
 
 _BOOT = (

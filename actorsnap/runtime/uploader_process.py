@@ -32,8 +32,6 @@ from actorsnap.runtime.team import TeamMemory
 from actorsnap.storage.registry import find_opener
 from actorsnap.transport.store import StorePort
 
-__all__ = ["UploaderService", "main"]
-
 _TICK_S = 0.5
 """Interval of progress reports."""
 

@@ -40,8 +40,6 @@ from actorsnap.state.restore.verification import Doubtful, verify_entries
 from actorsnap.state.sources import HostMemory
 from actorsnap.storage.base import for_each
 
-__all__ = ["DataCheck", "VerifyReport", "verify"]
-
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a verification.

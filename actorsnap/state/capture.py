@@ -68,8 +68,6 @@ from actorsnap.state.tree import (
     part_path,
 )
 
-__all__ = ["capture", "optimizers_in"]
-
 _log = Log(__name__)
 
 _INLINE = frozenset({str, int, float, bool, type(None)})

@@ -16,8 +16,6 @@ import torch
 from actorsnap.format.manifest import COMPOSITE_PARTS, CompositeLayout
 from actorsnap.state.tensors import DTYPE_NAMES, DTYPES, QUANTIZED, SPARSE_LAYOUTS, c_strides
 
-__all__ = ["assemble", "is_composite", "part_shape", "take_apart"]
-
 _COMPRESSED: Final = {name: kind for kind, name in SPARSE_LAYOUTS.items() if name != "sparse_coo"}
 
 _INT_REPR: Final = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}

@@ -24,17 +24,6 @@ import torch
 from actorsnap.log import Log
 from actorsnap.state.sources import Cut, Pinner
 
-__all__ = [
-    "GENERATORS",
-    "Cuda",
-    "CudaEvent",
-    "CudaStream",
-    "Lane",
-    "fork_generators",
-    "generator_states",
-    "synchronize",
-]
-
 _log = Log(__name__)
 
 _SLAB_BYTES: Final = 4 << 20

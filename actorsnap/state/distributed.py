@@ -18,17 +18,6 @@ from actorsnap.format.manifest import TensorType
 from actorsnap.state.optim import ModelState, plain_name
 from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal, tensor_type
 
-__all__ = [
-    "Describer",
-    "LocalPiece",
-    "Ranks",
-    "Replica",
-    "Replication",
-    "Sharding",
-    "is_distributed",
-    "replication",
-]
-
 Ranks: TypeAlias = tuple[int, ...]
 """Global ranks, ascending."""
 

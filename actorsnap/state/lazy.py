@@ -40,8 +40,6 @@ from actorsnap.state.tensors import (
     address_of,
 )
 
-__all__ = ["LazyState", "StepHook", "check_optimizer", "find_lazy", "tensors_of"]
-
 _log = Log(__name__)
 
 _MAX_ASIDE_BYTES = 8 << 20

@@ -24,23 +24,6 @@ from actorsnap.errors import FormatError, UsageError
 from actorsnap.state.tensors import DTYPES
 from actorsnap.state.tree import CONTAINER_TYPES
 
-__all__ = [
-    "INLINE_BYTES",
-    "MAX_INT_BITS",
-    "NUMPY_DTYPES",
-    "NotInline",
-    "array_from_npy",
-    "array_to_npy",
-    "decode",
-    "decode_attributes",
-    "decode_inline",
-    "encode",
-    "encode_attributes",
-    "encode_inline",
-    "numpy_name",
-    "pickled",
-]
-
 INLINE_BYTES: Final = 4096
 """Maximum length of inline values, in bytes."""
 

@@ -11,15 +11,6 @@ import torch
 from actorsnap.errors import UsageError, describe, printable
 from actorsnap.state.devices import fork_generators
 
-__all__ = [
-    "ModelState",
-    "class_names",
-    "plain_name",
-    "prime_optimizer",
-    "submodules_of",
-    "takes_state_of",
-]
-
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Creates the state that an optimizer lacks before its first step, to be restored into.

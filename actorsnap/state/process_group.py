@@ -17,16 +17,6 @@ from typing import Any
 
 from actorsnap.errors import UsageError
 
-__all__ = [
-    "Group",
-    "StoreAddress",
-    "StoreAt",
-    "find_group",
-    "find_prefix",
-    "global_rank",
-    "likely_ranks",
-]
-
 _CONNECT_S = 300.0
 _HOST_S = 20.0
 _PREFIX_KEY = "actorsnap/prefix"

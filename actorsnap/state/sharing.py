@@ -18,18 +18,6 @@ import torch
 from actorsnap.state.sources import memory_at
 from actorsnap.state.tensors import TensorOrArray, c_strides, extent_bytes, has_conj_or_neg_bit
 
-__all__ = [
-    "AliasGroup",
-    "Extents",
-    "Region",
-    "find_groups",
-    "memory_of",
-    "region_of",
-    "share_bytes",
-    "touched_without_gaps",
-    "touching",
-]
-
 _MAX_EXACT = 128
 """Maximum number of strided members compared in pairs; with more, extents decide."""
 

@@ -22,21 +22,6 @@ from actorsnap.planning.packing import Item, ItemBox, Piece
 if TYPE_CHECKING:
     from actorsnap.state.devices import Lane  # imports torch
 
-__all__ = [
-    "ByteSink",
-    "ByteSource",
-    "Captured",
-    "Cut",
-    "HostMemory",
-    "Leaf",
-    "Part",
-    "PartSource",
-    "Pinner",
-    "copy_bytes",
-    "gather",
-    "memory_at",
-]
-
 
 class _Bytes(Protocol):
     """The C-order bytes of a leaf. Keeps its memory alive.

@@ -21,18 +21,6 @@ from actorsnap.errors import UsageError
 from actorsnap.state import devices
 from actorsnap.state.optim import ModelState
 
-__all__ = [
-    "Matching",
-    "RNGState",
-    "StateDict",
-    "Stateful",
-    "adapts",
-    "loader",
-    "matching_of",
-    "torch_complaints",
-    "validate_app_state",
-]
-
 
 @runtime_checkable
 class Stateful(Protocol):

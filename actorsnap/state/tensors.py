@@ -20,35 +20,6 @@ from actorsnap.state import devices
 from actorsnap.state.devices import Lane
 from actorsnap.state.sources import ByteSink, Cut, HostMemory, copy_bytes, memory_at
 
-__all__ = [
-    "CARRIERS",
-    "DTYPES",
-    "DTYPE_NAMES",
-    "PLAIN_TYPES",
-    "QUANTIZED",
-    "SPARSE_LAYOUTS",
-    "BoxSink",
-    "ClippedSink",
-    "DeviceSource",
-    "ExtentSink",
-    "StridedMemory",
-    "TensorOrArray",
-    "address_of",
-    "as_bytes",
-    "bytes_of",
-    "c_strides",
-    "carried",
-    "empty_tensor",
-    "extent_bytes",
-    "has_conj_or_neg_bit",
-    "is_addressable",
-    "memory_format_of",
-    "refusal",
-    "slices_of",
-    "storage_bytes",
-    "tensor_type",
-]
-
 TensorOrArray: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 
 PLAIN_TYPES: Final = frozenset({torch.Tensor, torch.nn.Parameter})

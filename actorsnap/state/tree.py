@@ -17,22 +17,6 @@ from typing import Any, Final, TypeAlias
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import MAX_NESTING, ContainerType
 
-__all__ = [
-    "CONTAINER_TYPES",
-    "Container",
-    "Key",
-    "Skeleton",
-    "escape",
-    "flatten",
-    "human",
-    "join",
-    "keys_without_token",
-    "parent_of",
-    "part_path",
-    "unescape",
-    "unflatten",
-]
-
 Key: TypeAlias = str | int | bool | float | None
 
 CONTAINER_TYPES: Final[Mapping[type, ContainerType]] = {

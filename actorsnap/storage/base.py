@@ -24,31 +24,6 @@ from actorsnap.errors import ActorSnapError, ChecksumMismatch, StorageError, Usa
 from actorsnap.format.layout import is_well_formed_key
 from actorsnap.planning.packing import least_write_bytes
 
-__all__ = [
-    "BackendWriter",
-    "CLEANUP_S",
-    "Capabilities",
-    "ObjectInfo",
-    "ObjectWriter",
-    "RunBlocking",
-    "Storage",
-    "StorageContext",
-    "StorageFactory",
-    "check_key",
-    "check_no_options",
-    "check_range",
-    "check_size",
-    "copy_into",
-    "ends_this_task",
-    "flat",
-    "for_each",
-    "num_bytes",
-    "range_end",
-    "slice_views",
-    "truncated",
-    "try_each",
-]
-
 T = TypeVar("T")
 
 CLEANUP_S = 30.0

@@ -63,8 +63,6 @@ from actorsnap.storage.posix import (
     working_folder,
 )
 
-__all__ = ["FsStorage", "open_fs"]
-
 logger = Log(__name__)
 
 # Objects per thread hop of list and delete: cheap, and soon cancelled.

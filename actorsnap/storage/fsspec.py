@@ -67,8 +67,6 @@ from actorsnap.storage.base import (
 from actorsnap.storage.network import RetryPolicy, RetryStorage
 from actorsnap.storage.registry import without_secrets
 
-__all__ = ["FsspecStorage", "has_implementation", "open_fsspec"]
-
 logger = Log(__name__)
 
 T = TypeVar("T")

@@ -49,8 +49,6 @@ from actorsnap.storage.base import (
 from actorsnap.storage.gs_client import GsClient, GsOptions, Resource, Target
 from actorsnap.storage.network import add_policies, convert_options, split_url
 
-__all__ = ["GsStorage", "GsWriter", "open_gs"]
-
 logger = Log(__name__)
 
 _MIN_WRITE_BYTES = 1 << 20

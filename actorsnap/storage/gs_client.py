@@ -47,8 +47,6 @@ from actorsnap.storage.network import (
 )
 from actorsnap.storage.wire import Request, Response, Wire, WireError, WrongLength, is_unknown_host
 
-__all__ = ["GsClient", "GsOptions", "Page", "Resource", "Target"]
-
 _ROOT = "https://storage.googleapis.com"
 _FIELDS = "name,size,crc32c,updated"
 _IF_ABSENT = {"ifGenerationMatch": "0"}

@@ -38,8 +38,6 @@ from actorsnap.storage.base import (
     truncated,
 )
 
-__all__ = ["MemoryStorage", "forget_space", "open_memory"]
-
 
 @dataclass(frozen=True, slots=True)
 class _Object:

@@ -30,22 +30,6 @@ from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, Storage, StorageContext, check_key
 from actorsnap.storage.wrapper import Wrapper, close_after, without_blocking_io
 
-__all__ = [
-    "AdaptiveStatistics",
-    "AdaptiveStorage",
-    "NetworkOptions",
-    "RetryPolicy",
-    "RetryStorage",
-    "add_policies",
-    "check_secret",
-    "convert_options",
-    "decode_crc32c",
-    "encode_crc32c",
-    "parse_retry_after",
-    "remedy",
-    "split_url",
-]
-
 logger = Log(__name__)
 
 S = TypeVar("S", bound=msgspec.Struct)

@@ -22,24 +22,6 @@ from actorsnap.errors import (
 )
 from actorsnap.storage.base import ObjectInfo, flat, num_bytes
 
-__all__ = [
-    "CREATE_TRIES",
-    "Closed",
-    "Descriptor",
-    "Folders",
-    "IOV_MAX",
-    "open_for_reading",
-    "pread_into",
-    "publish_exclusively",
-    "pwrite_from",
-    "simplify_path",
-    "translate_os_error",
-    "temporary_path",
-    "unlink_object",
-    "walk",
-    "working_folder",
-]
-
 # How often creation may lose against a concurrent prune of the folder.
 CREATE_TRIES = 100
 # Views per call, on Linux and macOS.

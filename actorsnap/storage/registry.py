@@ -20,21 +20,6 @@ from actorsnap.errors import UsageError, printable
 from actorsnap.storage.base import Storage, StorageContext, StorageFactory
 from actorsnap.storage.posix import working_folder
 
-__all__ = [
-    "ENTRY_POINT_GROUP",
-    "absolute",
-    "canonical",
-    "check_url",
-    "find_opener",
-    "folder_and_name",
-    "is_ready",
-    "is_shared",
-    "known_schemes",
-    "open_storage",
-    "register",
-    "without_secrets",
-]
-
 ENTRY_POINT_GROUP = "actorsnap.storage"
 
 _BUILT_IN = {

@@ -52,8 +52,6 @@ from actorsnap.storage.network import add_policies, convert_options, encode_crc3
 from actorsnap.storage.s3_bucket import S3Bucket, Sent, UploadPart, error_code, etag_of, info_of
 from actorsnap.storage.s3_client import S3Options
 
-__all__ = ["PartWriter", "S3Storage", "open_s3"]
-
 logger = Log(__name__)
 
 _ONE_PUT_BYTES = 1 << 20

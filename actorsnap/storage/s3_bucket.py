@@ -32,8 +32,6 @@ from actorsnap.storage.s3_client import (
 )
 from actorsnap.storage.wire import WireError, WrongLength
 
-__all__ = ["UploadPart", "S3Bucket", "Sent", "error_code", "etag_of", "info_of"]
-
 logger = Log(__name__)
 
 _BUCKET_PATTERN = r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+"

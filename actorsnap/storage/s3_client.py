@@ -57,15 +57,6 @@ from actorsnap.storage.base import RunBlocking
 from actorsnap.storage.network import NetworkOptions, check_secret, parse_retry_after, remedy
 from actorsnap.storage.wire import Request, Response, Wire, WireError
 
-__all__ = [
-    "UNSIGNED_PAYLOAD",
-    "S3Client",
-    "S3Options",
-    "BulkTarget",
-    "shared_client",
-    "translate_error",
-]
-
 MIB = 1 << 20
 
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"

@@ -23,8 +23,6 @@ import anyio.lowlevel
 from actorsnap.storage.base import RunBlocking
 from actorsnap.storage.network import NetworkOptions
 
-__all__ = ["Request", "Response", "Wire", "WireError", "WrongLength", "is_unknown_host"]
-
 _SMALL_BYTES = 64 * 1024
 """Smaller neighbours are joined: copying costs less than a system call each."""
 

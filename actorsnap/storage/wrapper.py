@@ -46,15 +46,6 @@ from actorsnap.errors import (
 )
 from actorsnap.storage.base import Capabilities, ObjectInfo, ObjectWriter, Storage, ends_this_task
 
-__all__ = [
-    "TranslatedStorage",
-    "Wrapper",
-    "WriterWrapper",
-    "close_after",
-    "translate_opening",
-    "without_blocking_io",
-]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 

@@ -56,8 +56,6 @@ from actorsnap.errors import (
 from actorsnap.format.checksum import crc32c
 from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage
 
-__all__ = ["MakeStorage", "StorageConformance"]
-
 MakeStorage: TypeAlias = Callable[[], Storage]
 
 _MALFORMED_KEYS = ["", "/a", "a/", "a//b", ".", "..", "a/../b", "./a", "a/.", "a\0b", "a\\b"]

@@ -31,8 +31,6 @@ from actorsnap.errors import StorageError, UsageError
 from actorsnap.storage.base import ObjectInfo, Storage, num_bytes
 from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 
-__all__ = ["FaultyStorage", "ThrottledStorage", "Verb", "When"]
-
 T = TypeVar("T")
 P = ParamSpec("P")
 

@@ -31,22 +31,6 @@ from actorsnap.protocol.messages import (
 )
 from actorsnap.protocol.rounds import TakenOver
 
-__all__ = [
-    "Began",
-    "Broken",
-    "CoordinatorEnd",
-    "InprocEnds",
-    "Item",
-    "Message",
-    "ParticipantEnd",
-    "PeerLost",
-    "Relay",
-    "RelayLink",
-    "RelayedEnds",
-    "decode_item",
-    "encode_item",
-]
-
 
 class Began(msgspec.Struct, frozen=True, kw_only=True):
     """A rank takes part in this call, with this tag.

@@ -22,19 +22,6 @@ from actorsnap.errors import describe, text_of
 from actorsnap.log import Log
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 
-__all__ = [
-    "PIECE_BYTES",
-    "Delivered",
-    "Beat",
-    "Fault",
-    "Frame",
-    "Kind",
-    "Mailbox",
-    "Pulse",
-    "QueueStore",
-    "StoreStatistics",
-]
-
 logger = Log(__name__)
 
 PIECE_BYTES = 4 << 20

@@ -54,14 +54,6 @@ from actorsnap.transport.mailbox import (
     StoreStatistics,
 )
 
-__all__ = [
-    "CONNECT_S",
-    "StoreCoordinator",
-    "StoreParticipant",
-    "StorePort",
-    "StoreSave",
-]
-
 logger = Log(__name__)
 
 _Received: TypeAlias = ToCoordinator | FromCoordinator | Began | PeerLost | Broken

@@ -16,18 +16,6 @@ import torch
 from actorsnap.state.sharing import Region, memory_of, region_of, share_bytes, touching
 from actorsnap.state.tensors import TensorOrArray, extent_bytes
 
-__all__ = [
-    "TARGET_TYPES",
-    "Destination",
-    "Target",
-    "destination",
-    "find_conflicts",
-    "is_injective",
-    "is_writable",
-    "mark_written",
-    "matching_region",
-]
-
 Target: TypeAlias = TensorOrArray
 """A value that can be restored in place."""
 TARGET_TYPES: Final = (torch.Tensor, np.ndarray)

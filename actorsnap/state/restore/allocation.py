@@ -62,17 +62,6 @@ from actorsnap.state.tensors import (
 )
 from actorsnap.state.tree import part_path
 
-__all__ = [
-    "Allocation",
-    "Fresh",
-    "Wanted",
-    "find_memory",
-    "lay_over",
-    "slice_stored",
-    "stand_in",
-    "typed",
-]
-
 
 class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Stored bytes, and their sink.

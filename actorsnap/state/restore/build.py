@@ -33,8 +33,6 @@ from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import bytes_of, carried, refusal, slices_of
 from actorsnap.state.tree import human, parent_of, part_path
 
-__all__ = ["KeyRestore", "prepare", "read_one"]
-
 
 @dataclass(frozen=True, slots=True)
 class KeyRestore:

@@ -21,17 +21,6 @@ from actorsnap.state.objects import NUMPY_DTYPES
 from actorsnap.state.tensors import DTYPES, QUANTIZED, extent_bytes
 from actorsnap.state.tree import part_path
 
-__all__ = [
-    "NUMPY_KINDS",
-    "check_composite",
-    "check_part",
-    "check_sharded",
-    "check_tensor",
-    "check_view",
-    "fail",
-    "itemsize_of",
-]
-
 NUMPY_KINDS: Final = frozenset({"numpy", "numpy_scalar"})
 _TENSOR_KINDS: Final = frozenset({"tensor", "parameter", "buffer"})
 _MAX_BYTES = 1 << 62

@@ -48,8 +48,6 @@ from actorsnap.state.tree import (
     unescape,
 )
 
-__all__ = ["Match", "Pair", "describe", "entries_by_key", "leaves_of", "match_key"]
-
 _TensorLike: TypeAlias = TensorEntry | ViewEntry | ShardedEntry | CompositeEntry
 _ABSENT: Final[Any] = object()
 _UNWANTED: Final[Any] = object()

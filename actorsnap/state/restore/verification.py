@@ -28,8 +28,6 @@ from actorsnap.state.restore.build import KeyRestore, prepare
 from actorsnap.state.restore.match import Match, entries_by_key, match_key
 from actorsnap.state.tree import escape, part_path
 
-__all__ = ["Doubtful", "Findings", "verify_entries"]
-
 _MAX_CONFIRMED = 16
 """Maximum number of ranks whose problems are confirmed with all manifests; others are dropped."""
 
