@@ -80,7 +80,7 @@ MISSED = {
 
 def public_functions() -> set[str]:
     """The qualified names of all functions in ``snapshot.py`` that are ``async def``."""
-    found = [snapshot.warm_up, snapshot.Snapshot, snapshot.PendingSnapshot]
+    found: list[Any] = [snapshot.warm_up, snapshot.Snapshot, snapshot.PendingSnapshot]
     for cls in [value for value in found if isinstance(value, type)]:
         found += [value for name, value in vars(cls).items() if not name.startswith("_")]
     names: set[str] = set()
