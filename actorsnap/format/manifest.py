@@ -373,11 +373,11 @@ def encode_commit(commit: Commit) -> bytes:
 
     The metadata must pass ``check_json``.
     """
-    return _sealed(_encoder.encode(commit))
+    return seal(_encoder.encode(commit))
 
 
-def _sealed(encoded: bytes) -> bytes:
-    """Prepends a JSON object's own checksum as its first member."""
+def seal(encoded: bytes) -> bytes:
+    """Prepends the checksum of a JSON object with members as its first member."""
     body = bytearray(_CRC_PREFIX + b'00000000",' + encoded[1:])
     body[_CRC_AT] = b"%08x" % crc32c(body)
     return bytes(body)
@@ -416,6 +416,13 @@ def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -
         raise FormatError(key=key, detail=str(error)) from error
     _check_commit(commit, key)
     return commit
+
+
+def unseal(data: bytes) -> bytes | None:
+    """Returns a sealed JSON object without its checksum; None if it is damaged or not sealed."""
+    if not data.startswith(_CRC_PREFIX) or not _is_intact(data):
+        return None
+    return b"{" + data[_CRC_END:]
 
 
 def _is_intact(data: bytes) -> bool:
@@ -482,7 +489,7 @@ def encode_rank_manifest(manifest: RankManifest) -> bytes:
         encoded = _encoder.encode(manifest)
     except _ENCODE_ERRORS as error:
         raise UsageError(_why_not_encoded(manifest, error)) from error
-    return encoded if manifest.save is msgspec.UNSET else _sealed(encoded)
+    return encoded if manifest.save is msgspec.UNSET else seal(encoded)
 
 
 def _why_not_encoded(manifest: RankManifest, error: Exception) -> str:

@@ -1,0 +1,136 @@
+"""Names and records at a root, which holds the snapshots of one training run.
+
+    <root>/step-0000000500.g8/           a snapshot: step 500, saved by generation 8
+    <root>/.manager/runs/00000008.json   ``RunRecord``: who generation 8 is
+    <root>/.manager/deleting/step-0000000500.g8.json   ``DeleteIntent``: the snapshot is to go
+
+A *generation* is a number per manager that began to write at the root. It is a part of each name,
+so a name is never used again for other content: a run that goes back to step 300 and saves step 500
+again does so under another name. Generations order runs without clocks.
+
+Records are sealed as commit objects are. Unknown fields are skipped, so a record may get fields
+that older releases do not know.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, TypeVar
+
+import msgspec
+
+from actorsnap.errors import ChecksumMismatch, FormatError
+from actorsnap.format.layout import MAX_BYTES
+from actorsnap.format.manifest import seal, unseal
+
+MAX_STEP = MAX_BYTES
+"""The greatest step that a commit object can hold, and the greatest generation."""
+
+MANAGER_FOLDER = ".manager"
+
+_RUNS, _DELETING, _JSON = f"{MANAGER_FOLDER}/runs/", f"{MANAGER_FOLDER}/deleting/", ".json"
+
+_STEP_NAME = re.compile(r"step-([0-9]{10,19})\.g([0-9]{1,19})")
+_RUN = re.compile(r"[0-9]{8,19}")
+
+_Generation = Annotated[int, msgspec.Meta(ge=1, le=MAX_STEP)]
+
+T = TypeVar("T", bound="RunRecord | DeleteIntent")
+
+
+@dataclass(frozen=True, slots=True)
+class StepName:
+    """A snapshot's folder at a root. Names have no order of their own: see ``keeping.timeline``."""
+
+    step: int
+    generation: int
+
+    @classmethod
+    def parse(cls, name: str) -> StepName | None:
+        """Returns the parts of a name; None if this module does not write such a name."""
+        match = _STEP_NAME.fullmatch(name)
+        if match is None:
+            return None
+        parsed = cls(int(match[1]), int(match[2]))
+        is_bounded = parsed.step <= MAX_STEP and 1 <= parsed.generation <= MAX_STEP
+        return parsed if is_bounded and str(parsed) == name else None
+
+    def __str__(self) -> str:
+        return f"step-{self.step:010d}.g{self.generation}"
+
+
+def run_key(generation: int) -> str:
+    return f"{_RUNS}{generation:08d}{_JSON}"
+
+
+def parse_run_key(key: str) -> int | None:
+    """Returns the generation; None if ``key`` is not a run record's."""
+    text = key.removeprefix(_RUNS).removesuffix(_JSON)
+    if not _RUN.fullmatch(text):
+        return None
+    generation = int(text)
+    return generation if 1 <= generation <= MAX_STEP and run_key(generation) == key else None
+
+
+def intent_key(name: StepName) -> str:
+    return f"{_DELETING}{name}{_JSON}"
+
+
+def parse_intent_key(key: str) -> StepName | None:
+    """Returns the snapshot's name; None if ``key`` is not an intent's."""
+    name = StepName.parse(key.removeprefix(_DELETING).removesuffix(_JSON))
+    return name if name and intent_key(name) == key else None
+
+
+class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The manager that began a generation.
+
+    Attributes:
+        created_s: In seconds since 1970, by its own clock: for people, not for order.
+        restored_from: Name of the snapshot that it continued; None for a fresh start.
+    """
+
+    generation: _Generation
+    created_s: float
+    host: str
+    pid: int
+    world_size: Annotated[int, msgspec.Meta(ge=1)]
+    restored_from: str | None = None
+
+
+class DeleteIntent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The decision to delete a snapshot, stored before its first object goes.
+
+    Attributes:
+        attempt: The attempt that was judged; another one at the same name stays.
+        generation: Of the manager that decided.
+        reason: For people.
+    """
+
+    attempt: str
+    generation: _Generation
+    reason: str
+
+
+_encoder = msgspec.json.Encoder(order="deterministic")
+
+
+def encode_record(record: RunRecord | DeleteIntent) -> bytes:
+    return seal(_encoder.encode(record))
+
+
+def decode_record(data: bytes | bytearray | memoryview, kind: type[T], key: str) -> T:
+    """Decodes a record; errors name ``key``.
+
+    Raises:
+        ChecksumMismatch: It is damaged, or another program wrote it.
+        FormatError: It is intact, but not a ``kind``.
+    """
+    body = unseal(bytes(data))
+    if body is None:
+        raise ChecksumMismatch(key=key, detail="the record is damaged: its checksum does not fit")
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (ValueError, RecursionError) as error:  # as in manifest.py
+        raise FormatError(key=key, detail=str(error)) from error
