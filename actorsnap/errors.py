@@ -19,7 +19,9 @@ of the package, so every layer can raise from it.
     ├── SnapshotReplaced(url, is_deleted)
     ├── SnapshotAborted(reason, rank, stage, key, may_be_committed)
     │   └── StateChanged(path)
-    └── RestoreAborted(reason, rank, stage, key)
+    ├── RestoreAborted(reason, rank, stage, key)
+    ├── NoValidSnapshot(url, skipped)
+    └── RootTaken(url, generation)
 """
 
 from __future__ import annotations
@@ -38,10 +40,12 @@ __all__ = [
     "ChecksumMismatch",
     "FormatError",
     "IncompatibleState",
+    "NoValidSnapshot",
     "NotASnapshot",
     "ObjectExists",
     "ObjectNotFound",
     "RestoreAborted",
+    "RootTaken",
     "SnapshotAborted",
     "SnapshotReplaced",
     "StateChanged",
@@ -416,3 +420,50 @@ class RestoreAborted(ActorSnapError):
 
     def _text(self) -> str:
         return f"restore aborted: {_append_location(self)}"
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class NoValidSnapshot(ActorSnapError):
+    """A root has snapshots, but none of them is whole.
+
+    Attributes:
+        url: The root.
+        skipped: URLs, newest first, with the reasons.
+    """
+
+    url: str
+    skipped: Sequence[tuple[str, str]]
+
+    def __post_init__(self) -> None:
+        self.skipped = tuple((url, why) for url, why in self.skipped)
+        super().__post_init__()
+
+    def _text(self) -> str:
+        lines = [f"{url}: {why}" for url, why in self.skipped]
+        return "\n".join(
+            [
+                f"no snapshot at {self.url} is whole. Copy one back, or look with `actorsnap "
+                "verify URL --full`; allow_fresh=True starts from nothing.",
+                *_format_list("damaged", lines),
+            ]
+        )
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class RootTaken(ActorSnapError):
+    """Another manager has begun a run at the same root since this one did.
+
+    Attributes:
+        url: The root.
+        generation: Of the manager that raises this; it saves and deletes nothing more.
+    """
+
+    url: str
+    generation: int
+
+    def _text(self) -> str:
+        return (
+            f"another manager saves to {self.url} now, and this one (generation "
+            f"{self.generation}) stops. If both jobs should run, give each its own root; if this "
+            "one is a leftover, end it"
+        )

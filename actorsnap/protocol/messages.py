@@ -25,6 +25,9 @@ class CallKind(StrEnum):
     ASYNC_TAKE = "async_take"
     RESTORE = "restore"
     PLAN_RESTORE = "plan_restore"
+    BEGIN_RUN = "CheckpointManager.save"
+    RESTORE_LATEST = "CheckpointManager.restore_latest"
+    RESTORE_STEP = "CheckpointManager.restore"
 
     @property
     def is_save(self) -> bool:

@@ -160,6 +160,23 @@ def run_sync(script: Script[T], *, name: str) -> T:
         return cast("T", end.value)
 
 
+async def run_on_loop(host: Host, script: Script[T]) -> T:
+    """Runs a script as a part of other work on the runtime's loop; it must not block."""
+    try:
+        step = next(script)
+        while True:
+            try:
+                result = await step(host)
+            except Exception as error:
+                step = script.throw(_unwrap_group(error))
+            else:
+                step = script.send(result)
+    except StopIteration as end:
+        return cast("T", end.value)
+    finally:
+        script.close()
+
+
 def allow_in_running_loop() -> None:
     """Lets the calls of ``actorsnap.sync`` block running event loops, in the whole process.
 
@@ -261,7 +278,7 @@ _CALLS = {
 
 
 def how_to_await(name: str) -> str:
-    return _CALLS[name][0]
+    return _CALLS[name][0] if name in _CALLS else f"await manager.{name.partition('.')[2]}(...)"
 
 
 def async_call(
@@ -272,7 +289,10 @@ def async_call(
     Keeps signature and docstring. ``inspect.iscoroutinefunction`` is true for the result from
     Python 3.12 on; 3.11 cannot mark it.
     """
-    line, missed = _CALLS[function.__qualname__]
+    name = function.__qualname__
+    line, missed = _CALLS.get(
+        name, (f"await manager.{name.partition('.')[2]}(...)", "nothing happened")
+    )
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:

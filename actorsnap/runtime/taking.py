@@ -69,7 +69,11 @@ as long: the uploaders only got idle CPU time (0012).
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeCall:
-    """The arguments of ``Snapshot.take``."""
+    """The arguments of ``Snapshot.take``.
+
+    Attributes:
+        refusal: Fails the save on all ranks before it calls ``state_dict``.
+    """
 
     path: str | os.PathLike[str]
     app_state: AppState
@@ -83,6 +87,7 @@ class TakeCall:
     options: Options | None
     group: Any
     store: Any
+    refusal: Exception | None = None
     begun_s: float = field(default_factory=time.monotonic)
 
 
@@ -142,6 +147,8 @@ def _prepare(
     ranks: Sequence[int],
     membership: Membership | None = None,
 ) -> Script[Save]:
+    if call.refusal is not None:
+        raise call.refusal
     options = resolve_options(call.options)
     if options.compression is not None:
         check_available()

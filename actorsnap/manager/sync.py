@@ -1,0 +1,183 @@
+"""``actorsnap.manager`` for ordinary scripts: blocking, otherwise the same."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Literal, Self
+
+from actorsnap.manager import (
+    Decision,
+    KeepPolicy,
+    ManagerHandle,
+    PruneReport,
+    Restored,
+    Status,
+    StepInfo,
+    Verdict,
+    every,
+    keep,
+)
+from actorsnap.manager.body import Metrics
+from actorsnap.runtime.location import AppState
+from actorsnap.runtime.script import run_sync
+from actorsnap.sync import PendingSnapshot, Snapshot
+
+__all__ = ["CheckpointManager", "Decision", "Restored", "Status", "StepInfo", "every", "keep"]
+
+
+class CheckpointManager(ManagerHandle):
+    """``actorsnap.manager.CheckpointManager`` for scripts."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        run_sync(self._body.close(has_failed=error is not None), name="CheckpointManager.close")
+
+    def maybe_save(
+        self,
+        step: int,
+        *,
+        metrics: Metrics = None,
+        app_state: AppState | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Decision:
+        """See ``actorsnap.manager.CheckpointManager.maybe_save``."""
+        reason = self._body.due(step)
+        if not reason:
+            return Decision(step)
+        save = run_sync(
+            self._body.save(
+                step,
+                reason=reason,
+                is_async=True,
+                metrics=metrics,
+                app_state=app_state,
+                metadata=metadata,
+            ),
+            name="CheckpointManager.maybe_save",
+        )
+        return Decision(step, reason, PendingSnapshot(save))
+
+    def save(
+        self,
+        step: int,
+        *,
+        metrics: Metrics = None,
+        app_state: AppState | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> Snapshot:
+        """See ``actorsnap.manager.CheckpointManager.save``."""
+        save = run_sync(
+            self._body.save(
+                step,
+                reason="save()",
+                is_async=False,
+                metrics=metrics,
+                app_state=app_state,
+                metadata=metadata,
+            ),
+            name="CheckpointManager.save",
+        )
+        return Snapshot._of(save)
+
+    def async_save(
+        self,
+        step: int,
+        *,
+        metrics: Metrics = None,
+        app_state: AppState | None = None,
+        metadata: Mapping[str, Any] | None = None,
+    ) -> PendingSnapshot:
+        """See ``actorsnap.manager.CheckpointManager.async_save``."""
+        save = run_sync(
+            self._body.save(
+                step,
+                reason="async_save()",
+                is_async=True,
+                metrics=metrics,
+                app_state=app_state,
+                metadata=metadata,
+            ),
+            name="CheckpointManager.async_save",
+        )
+        return PendingSnapshot(save)
+
+    def restore_latest(
+        self,
+        app_state: AppState | None = None,
+        *,
+        strict: bool = True,
+        valid: Literal["quick", "full"] = "quick",
+        allow_fresh: bool = False,
+    ) -> Restored | None:
+        """See ``actorsnap.manager.CheckpointManager.restore_latest``."""
+        return run_sync(
+            self._body.restore_latest(
+                app_state, strict=strict, valid=valid, allow_fresh=allow_fresh
+            ),
+            name="CheckpointManager.restore_latest",
+        )
+
+    def restore(
+        self, step: int, app_state: AppState | None = None, *, strict: bool = True
+    ) -> Restored:
+        """See ``actorsnap.manager.CheckpointManager.restore``."""
+        return run_sync(
+            self._body.restore(step, app_state, strict=strict), name="CheckpointManager.restore"
+        )
+
+    def all_steps(self) -> list[int]:
+        """See ``actorsnap.manager.CheckpointManager.all_steps``."""
+        return [
+            info.step
+            for info in run_sync(
+                self._body.steps(is_complete=False), name="CheckpointManager.all_steps"
+            )
+        ]
+
+    def steps(self, *, all: bool = False) -> list[StepInfo]:
+        """See ``actorsnap.manager.CheckpointManager.steps``."""
+        return run_sync(self._body.steps(is_complete=all), name="CheckpointManager.steps")
+
+    def latest(self) -> StepInfo | None:
+        """See ``actorsnap.manager.CheckpointManager.latest``."""
+        return run_sync(self._body.latest(), name="CheckpointManager.latest")
+
+    def latest_valid(self, level: Literal["quick", "full"] = "quick") -> StepInfo | None:
+        """See ``actorsnap.manager.CheckpointManager.latest_valid``."""
+        return run_sync(self._body.latest_valid(level), name="CheckpointManager.latest_valid")
+
+    def best(self, metric: str, mode: Literal["min", "max"]) -> StepInfo | None:
+        """See ``actorsnap.manager.CheckpointManager.best``."""
+        return run_sync(self._body.best(metric, mode), name="CheckpointManager.best")
+
+    def explain(self, keep: KeepPolicy | None = None) -> list[Verdict]:
+        """See ``actorsnap.manager.CheckpointManager.explain``."""
+        return list(
+            (
+                run_sync(self._body.prune(keep, dry_run=True), name="CheckpointManager.explain")
+            ).verdicts
+        )
+
+    def prune(self, keep: KeepPolicy | None = None, *, dry_run: bool = False) -> PruneReport:
+        """See ``actorsnap.manager.CheckpointManager.prune``."""
+        return run_sync(self._body.prune(keep, dry_run=dry_run), name="CheckpointManager.prune")
+
+    def delete(self, step: int, *, force: bool = False) -> None:
+        """See ``actorsnap.manager.CheckpointManager.delete``."""
+        run_sync(self._body.delete(step, force=force), name="CheckpointManager.delete")
+
+    def wait(self) -> None:
+        """See ``actorsnap.manager.CheckpointManager.wait``."""
+        run_sync(self._body.wait(), name="CheckpointManager.wait")
+
+    def close(self, timeout_s: float = 60.0) -> None:
+        """See ``actorsnap.manager.CheckpointManager.close``."""
+        run_sync(self._body.close(timeout_s=timeout_s), name="CheckpointManager.close")

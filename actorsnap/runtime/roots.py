@@ -1,0 +1,299 @@
+"""A root: the folder of one training run's snapshots, and the manager's records about them.
+
+Names and records are in ``format.steps``. A name is never reused for other content, so commit
+objects and records of runs are read once per process.
+
+Deletion of a snapshot: an intent, a second look, the commit object, the other objects, the intent.
+A process killed in between leaves an intent, and the next pass of any manager continues.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+
+from actorsnap.actors.abandonable import first_error
+from actorsnap.actors.snapshot_reader import find_commit
+from actorsnap.errors import (
+    ActorSnapError,
+    FormatError,
+    ObjectExists,
+    ObjectNotFound,
+    UnsupportedFormat,
+)
+from actorsnap.format.manifest import COMMIT_KEY, Commit
+from actorsnap.format.steps import (
+    MANAGER_FOLDER,
+    DeleteIntent,
+    RunRecord,
+    StepName,
+    decode_record,
+    encode_record,
+    intent_key,
+    parse_intent_key,
+    parse_run_key,
+    run_key,
+)
+from actorsnap.log import Log
+from actorsnap.options import Options
+from actorsnap.planning.keeping import StoredStep, metric_value
+from actorsnap.runtime.location import Location
+from actorsnap.runtime.process import host_id
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
+from actorsnap.storage.base import for_each
+
+logger = Log(__name__)
+
+METADATA_KEY = "manager"
+"""Key of the manager's entry in a snapshot's metadata."""
+
+_MAX_CLAIMS = 100
+"""Tries to take a generation while other managers take theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listing:
+    """The contents of a root, by name only: with or without commit objects.
+
+    Attributes:
+        names: Folders with a snapshot's name.
+        runs: By generation; only those whose snapshots may be in a timeline.
+        intents: Deletions that have begun.
+    """
+
+    names: Collection[StepName]
+    runs: Mapping[int, RunRecord]
+    intents: Collection[StepName]
+
+    @property
+    def parents(self) -> dict[int, StepName | None]:
+        return {
+            generation: StepName.parse(run.restored_from) if run.restored_from else None
+            for generation, run in self.runs.items()
+        }
+
+    @property
+    def newest_generation(self) -> int:
+        """0 if nothing was ever saved."""
+        return max([*self.runs, *(name.generation for name in self.names)], default=0)
+
+
+@dataclass(slots=True)
+class Deletions:
+    """The outcome of a pass.
+
+    Attributes:
+        deleted: Snapshots that are gone.
+        failed: By name, those that are still there, or partly.
+    """
+
+    deleted: list[StepName] = field(default_factory=list)
+    failed: dict[StepName, Exception] = field(default_factory=dict)
+
+
+class Root:
+    """Reads and changes a root. On the runtime's loop, except ``snapshot``."""
+
+    def __init__(self, location: Location, options: Options) -> None:
+        self.source = Source(location, options)
+        self._runs: dict[int, RunRecord] = {}
+        self._commits: dict[StepName, Commit | FormatError] = {}
+
+    @property
+    def url(self) -> str:
+        """Without secrets."""
+        return self.source.location.display_url
+
+    def snapshot(self, name: StepName) -> Source:
+        """Returns the snapshot of this name, which may not exist."""
+        location = self.source.location
+        return Source(
+            replace(
+                location,
+                url=_join(location.url, name),
+                display_url=_join(location.display_url, name),
+            ),
+            self.source.options,
+        )
+
+    async def list(self, opened: OpenSource) -> Listing:
+        """Lists the root and the records, at the same time, and reads new records of runs."""
+        storage = opened.storage
+        names: list[StepName] = []
+        intents: list[StepName] = []
+        generations: list[int] = []
+
+        async def list_names() -> None:
+            parsed = map(StepName.parse, await storage.list_folders())
+            names.extend(name for name in parsed if name is not None)
+
+        async def list_records() -> None:
+            async for info in storage.list(f"{MANAGER_FOLDER}/"):
+                generation, intent = parse_run_key(info.key), parse_intent_key(info.key)
+                if generation is not None:
+                    generations.append(generation)
+                elif intent is not None:
+                    intents.append(intent)
+
+        await for_each([list_names, list_records], lambda look: look(), at_once=2)
+
+        async def read(generation: int) -> None:
+            key = run_key(generation)
+            try:
+                data = await storage.get(key)
+            except ObjectNotFound:
+                return
+            self._runs[generation] = decode_record(data, RunRecord, key)
+
+        new = [each for each in generations if each not in self._runs]
+        await for_each(new, read, at_once=2 * MAX_SMALL_READS)
+        runs = {each: self._runs[each] for each in generations if each in self._runs}
+        return Listing(names=names, runs=runs, intents=intents)
+
+    async def read_commits(
+        self, opened: OpenSource, names: Iterable[StepName]
+    ) -> dict[StepName, Commit | FormatError]:
+        """Returns commit objects, or why they cannot be read. Leaves out unfinished saves."""
+        found: dict[StepName, Commit | FormatError] = {}
+
+        async def read(name: StepName) -> None:
+            commit = self._commits.get(name)
+            if commit is None:
+                try:
+                    commit = await find_commit(opened.storage, folder=str(name))
+                except UnsupportedFormat:
+                    raise
+                except FormatError as error:
+                    error.name_snapshot(_join(self.url, name))
+                    commit = error
+                if commit is None:
+                    return
+                self._commits[name] = commit
+            found[name] = commit
+
+        await for_each(names, read, at_once=MAX_SMALL_READS)
+        return found
+
+    async def claim_generation(
+        self, opened: OpenSource, *, restored_from: StepName | None, world_size: int
+    ) -> int:
+        """Begins a run: takes the next generation, which supersedes all earlier ones."""
+        generation = (await self.list(opened)).newest_generation
+        for _ in range(_MAX_CLAIMS):
+            generation += 1
+            record = RunRecord(
+                generation=generation,
+                created_s=time.time(),
+                host=host_id(),
+                pid=os.getpid(),
+                world_size=world_size,
+                restored_from=None if restored_from is None else str(restored_from),
+            )
+            try:
+                await opened.storage.put_if_absent(run_key(generation), encode_record(record))
+            except ObjectExists:
+                continue
+            self._runs[generation] = record
+            return generation
+        raise ObjectExists(
+            op="begin a run",
+            key=run_key(generation),
+            backend=self.url,
+            detail=f"{_MAX_CLAIMS} other managers began a run here at the same time",
+        )
+
+    async def is_superseded(self, opened: OpenSource, generation: int) -> bool:
+        """Returns whether a later manager has begun a run. One request."""
+        # Generations are taken in order.
+        try:
+            await opened.storage.stat(run_key(generation + 1))
+        except ObjectNotFound:
+            return False
+        return True
+
+    async def delete(
+        self,
+        opened: OpenSource,
+        doomed: Mapping[StepName, DeleteIntent],
+        generation: int,
+    ) -> Deletions:
+        """Deletes snapshots, unless the manager is superseded. A failure does not stop the others.
+
+        Raises:
+            StorageError: The root cannot be looked at; nothing was deleted.
+        """
+        storage, result = opened.storage, Deletions()
+
+        async def intend(name: StepName) -> None:
+            try:
+                await storage.put(intent_key(name), [memoryview(encode_record(doomed[name]))])
+            except ActorSnapError as error:
+                result.failed[name] = error
+
+        await for_each(doomed, intend, at_once=MAX_SMALL_READS)
+        if await self.is_superseded(opened, generation):
+            await storage.delete([intent_key(name) for name in doomed])
+            return Deletions()
+
+        async def delete(name: StepName) -> None:
+            try:
+                await self._delete_one(opened, name, doomed[name])
+            except Exception as error:
+                result.failed[name] = error
+            else:
+                result.deleted.append(name)
+
+        remaining = [name for name in doomed if name not in result.failed]
+        await for_each(remaining, delete, at_once=MAX_SMALL_READS)
+        return result
+
+    async def _delete_one(self, opened: OpenSource, name: StepName, intent: DeleteIntent) -> None:
+        commit = await find_commit(opened.storage, folder=str(name))
+        if commit is not None and commit.attempt == intent.attempt:
+            await opened.storage.delete([f"{name}/{COMMIT_KEY}"])
+            commit = None
+        if commit is None:
+            await self.finish_delete(opened, name)
+
+    async def finish_delete(self, opened: OpenSource, name: StepName) -> None:
+        """Deletes what is left of a snapshot without a commit object, then its intent."""
+        await opened.storage.delete_folder(str(name))
+        await opened.storage.delete([intent_key(name)])
+        self._commits.pop(name, None)
+
+
+def stored_step(name: StepName, commit: Commit) -> StoredStep:
+    """Returns the facts that policies judge by."""
+    noted = commit.metadata.get(METADATA_KEY)
+    metrics = noted.get("metrics") if isinstance(noted, dict) else None
+    return StoredStep(
+        name=name,
+        created_s=datetime.fromisoformat(commit.created).timestamp(),
+        metrics={
+            key: metric_value(value)
+            for key, value in (metrics if isinstance(metrics, dict) else {}).items()
+            if isinstance(value, int | float) and not isinstance(value, bool)
+        },
+    )
+
+
+def is_damage(error: BaseException) -> bool:
+    """Returns whether an older snapshot may help: this one is damaged or gone."""
+    error = first_error(error)
+    if isinstance(error, UnsupportedFormat):
+        return False
+    return isinstance(error, FormatError | ObjectNotFound) or (
+        getattr(error, "is_deleted", False) is True
+    )
+
+
+def damage_of(problems: Sequence[ActorSnapError], name: StepName) -> str:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{problems[0]}{more}" if problems else f"{name} is damaged"
+
+
+def _join(url: str, name: StepName) -> str:
+    return f"{url.rstrip('/')}/{name}"
