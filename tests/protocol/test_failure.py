@@ -38,10 +38,12 @@ VALUES: dict[Any, list[Any]] = {
     str: ["", "model/layer", "\N{SNOWMAN}"],
     bool: [True, False],
     bool | None: [True, False, None],
+    int: [3, 0],
     int | None: [3, None],
     float | None: [1.5, None],
     str | None: ["k", None],
     Sequence[str]: [("a", "b: c"), ()],
+    Sequence[tuple[str, str]]: [(("url", "why"),), ()],
 }
 """Examples of each type that a parameter of an error has."""
 
