@@ -9,16 +9,7 @@ from typing import Any, Literal, Self
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import (
-    copy,
-    location,
-    maintenance,
-    reading,
-    recover,
-    restore,
-    taking,
-    verify,
-)
+from actorsnap.runtime import copy, location, maintenance, reading, recover, restore, taking, verify
 from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.recover import RecoverCall, RecoverReport
@@ -157,25 +148,20 @@ class Snapshot(SnapshotHandle):
         Cancellation: The attempt is aborted and its objects deleted before this raises, unless the
         commit was under way: then the snapshot is complete.
         """
-        save = await run_async(
-            taking.take(
-                taking.TakeCall(
-                    path=path,
-                    app_state=app_state,
-                    replicated=replicated,
-                    overwrite=overwrite,
-                    resume=resume,
-                    step=step,
-                    stage="eager",
-                    metadata=metadata,
-                    storage_options=storage_options,
-                    options=options,
-                    group=group,
-                    store=store,
-                ),
-                is_async=False,
-            )
+        call = taking.TakeCall(
+            path=path,
+            app_state=app_state,
+            replicated=replicated,
+            overwrite=overwrite,
+            resume=resume,
+            step=step,
+            metadata=metadata,
+            storage_options=storage_options,
+            options=options,
+            group=group,
+            store=store,
         )
+        save = await run_async(taking.take(call, is_async=False))
         return cls._of(save)
 
     @classmethod
@@ -216,25 +202,21 @@ class Snapshot(SnapshotHandle):
                 SGD trains are deferred only if it was guarded in an earlier save: its steps cannot
                 be noticed.
         """
-        save = await run_async(
-            taking.take(
-                taking.TakeCall(
-                    path=path,
-                    app_state=app_state,
-                    replicated=replicated,
-                    overwrite=overwrite,
-                    resume=resume,
-                    step=step,
-                    stage=stage,
-                    metadata=metadata,
-                    storage_options=storage_options,
-                    options=options,
-                    group=group,
-                    store=store,
-                ),
-                is_async=True,
-            )
+        call = taking.TakeCall(
+            path=path,
+            app_state=app_state,
+            replicated=replicated,
+            overwrite=overwrite,
+            resume=resume,
+            step=step,
+            stage=stage,
+            metadata=metadata,
+            storage_options=storage_options,
+            options=options,
+            group=group,
+            store=store,
         )
+        save = await run_async(taking.take(call, is_async=True))
         return PendingSnapshot(save)
 
     @async_call

@@ -14,16 +14,7 @@ from typing import Any, Literal
 from actorsnap.actors.trace import Progress
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
-from actorsnap.runtime import (
-    copy,
-    location,
-    maintenance,
-    reading,
-    recover,
-    restore,
-    taking,
-    verify,
-)
+from actorsnap.runtime import copy, location, maintenance, reading, recover, restore, taking, verify
 from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.recover import RecoverCall, RecoverReport
@@ -65,26 +56,20 @@ class Snapshot(SnapshotHandle):
         store: Any = None,
     ) -> Snapshot:
         """See ``actorsnap.Snapshot.take``."""
-        save = run_sync(
-            taking.take(
-                taking.TakeCall(
-                    path=path,
-                    app_state=app_state,
-                    replicated=replicated,
-                    overwrite=overwrite,
-                    resume=resume,
-                    step=step,
-                    stage="eager",
-                    metadata=metadata,
-                    storage_options=storage_options,
-                    options=options,
-                    group=group,
-                    store=store,
-                ),
-                is_async=False,
-            ),
-            name="Snapshot.take",
+        call = taking.TakeCall(
+            path=path,
+            app_state=app_state,
+            replicated=replicated,
+            overwrite=overwrite,
+            resume=resume,
+            step=step,
+            metadata=metadata,
+            storage_options=storage_options,
+            options=options,
+            group=group,
+            store=store,
         )
+        save = run_sync(taking.take(call, is_async=False), name="Snapshot.take")
         return cls._of(save)
 
     @classmethod
@@ -105,26 +90,21 @@ class Snapshot(SnapshotHandle):
         store: Any = None,
     ) -> PendingSnapshot:
         """See ``actorsnap.Snapshot.async_take``; blocks while the state is copied eagerly."""
-        save = run_sync(
-            taking.take(
-                taking.TakeCall(
-                    path=path,
-                    app_state=app_state,
-                    replicated=replicated,
-                    overwrite=overwrite,
-                    resume=resume,
-                    step=step,
-                    stage=stage,
-                    metadata=metadata,
-                    storage_options=storage_options,
-                    options=options,
-                    group=group,
-                    store=store,
-                ),
-                is_async=True,
-            ),
-            name="Snapshot.async_take",
+        call = taking.TakeCall(
+            path=path,
+            app_state=app_state,
+            replicated=replicated,
+            overwrite=overwrite,
+            resume=resume,
+            step=step,
+            stage=stage,
+            metadata=metadata,
+            storage_options=storage_options,
+            options=options,
+            group=group,
+            store=store,
         )
+        save = run_sync(taking.take(call, is_async=True), name="Snapshot.async_take")
         return PendingSnapshot(save)
 
     def restore(

@@ -58,7 +58,7 @@ class AbandonableTasks:
         self._deadline = deadline
         self._retried: tuple[StorageError, float] | None = None
         self._num_calls = 0
-        self._left: list[anyio.Event] = []
+        self._abandoned: list[anyio.Event] = []
 
     async def run_blocking(self, fn: Callable[..., T], /, *args: Any) -> T:
         """See ``storage.base.RunBlocking``."""
@@ -125,7 +125,7 @@ class AbandonableTasks:
             with anyio.move_on_after(_GRACE_S, shield=True):
                 await ended.wait()
             if not ended.is_set():
-                self._left.append(ended)
+                self._abandoned.append(ended)
                 logger.warning(
                     "%s: the storage hangs, %d calls have not returned; continuing without them",
                     self._label,
@@ -142,8 +142,8 @@ class AbandonableTasks:
 
         After an abandoned errand the step is abandoned too, and runs once that has returned.
         """
-        left_s = self._deadline - anyio.current_time()
-        limit_s = max(_GRACE_S, min(left_s, _CLEANUP_S))
+        remaining_s = self._deadline - anyio.current_time()
+        limit_s = max(_GRACE_S, min(remaining_s, _CLEANUP_S))
         await self._end(step, limit_s, "garbage was left")
 
     async def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
@@ -152,41 +152,43 @@ class AbandonableTasks:
         A storage that hangs must leave time for the caller's next step.
         """
         deadline = min(self._deadline, anyio.current_effective_deadline())
-        left_s = deadline - anyio.current_time()
-        limit_s = min(left_s / 2, _CLOSE_S) if left_s > 0 else _GRACE_S
+        remaining_s = deadline - anyio.current_time()
+        limit_s = min(remaining_s / 2, _CLOSE_S) if remaining_s > 0 else _GRACE_S
         await self._end(aclose, limit_s, "the storage was not closed")
 
-    async def _end(self, step: Callable[[], Awaitable[None]], limit_s: float, left: str) -> None:
-        if self._left:
-            earlier, ended = tuple(self._left), anyio.Event()
-            self._left.append(ended)
-            self._tasks.start_soon(self._end_later, earlier, step, left, ended)
+    async def _end(
+        self, step: Callable[[], Awaitable[None]], limit_s: float, consequence: str
+    ) -> None:
+        if self._abandoned:
+            earlier, ended = tuple(self._abandoned), anyio.Event()
+            self._abandoned.append(ended)
+            self._tasks.start_soon(self._end_later, earlier, step, consequence, ended)
             return
         with anyio.move_on_after(limit_s, shield=True) as scope:
-            await self.run(self._tidy, step, left)
+            await self.run(self._tidy, step, consequence)
         if scope.cancelled_caught:
-            logger.warning("%s: %s: it took over %.3g s", self._label, left, limit_s)
+            logger.warning("%s: %s: it took over %.3g s", self._label, consequence, limit_s)
 
     async def _end_later(
         self,
         earlier: tuple[anyio.Event, ...],
         step: Callable[[], Awaitable[None]],
-        left: str,
+        consequence: str,
         ended: anyio.Event,
     ) -> None:
         try:
             with anyio.CancelScope(shield=True):
                 for other in earlier:
                     await other.wait()
-                await self._tidy(step, left)
+                await self._tidy(step, consequence)
         finally:
             ended.set()
 
-    async def _tidy(self, step: Callable[[], Awaitable[None]], left: str) -> None:
+    async def _tidy(self, step: Callable[[], Awaitable[None]], consequence: str) -> None:
         try:
             await step()
         except Exception:  # any error
-            logger.warning("%s: %s", self._label, left, exc_info=True)
+            logger.warning("%s: %s", self._label, consequence, exc_info=True)
 
 
 def first_error(error: BaseException) -> BaseException:

@@ -109,7 +109,7 @@ class CommitActor:
         *,
         overwrite: bool,
         deadline: float,
-        absence: Callable[[], Awaitable[str | None]],
+        suspicion: Callable[[], Awaitable[str | None]],
         turn: Callable[[], Awaitable[bool]] | None = None,
     ) -> None:
         self._context = context
@@ -118,7 +118,7 @@ class CommitActor:
         self._errands = context.errands
         self._overwrite = overwrite
         self._deadline = deadline
-        self._absence = absence
+        self._suspicion = suspicion
         self._turn = turn
         self._attempt = ""
         self._is_waiting = False
@@ -155,8 +155,8 @@ class CommitActor:
             may_be_replaced = self._turn is not None and await self._turn()
             self._is_waiting = False
             await self._look_before(commit)
-            if absence := await self._absence():
-                return Failure(reason=absence, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
+            if suspicion := await self._suspicion():
+                return Failure(reason=suspicion, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
             self._is_asked = True
             with self._context.recorder.row("coordinator") as row:
                 await _put(self._storage, data, overwrite=self._overwrite)

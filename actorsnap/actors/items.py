@@ -142,14 +142,14 @@ class StagingOrder:
 
     Attributes:
         chunks: In the order of storing.
-        full: Set when staging waits for memory, and at its end. Until then the trainer waits for
-            the copies, and uploaders leave the CPU to them.
+        may_store: Set when staging waits for memory, and at its end. Until then the trainer waits
+            for the copies, and uploaders leave the CPU to them.
     """
 
     objects: Sequence[ObjectPlan]
     chunks: Sequence[Chunk]
     out: MemoryObjectSendStream[StagedChunk]
-    full: anyio.Event
+    may_store: anyio.Event
 
 
 class Staging(Protocol):

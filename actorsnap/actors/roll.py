@@ -203,8 +203,8 @@ class Roll:
     def begin(self, elapsed_s: float = 0.0) -> None:
         self._begun_s = anyio.current_time() - elapsed_s
 
-    async def absence(self) -> str | None:
-        return await self._end.absence()
+    async def suspicion(self) -> str | None:
+        return await self._end.suspicion()
 
     def move(self, end: CoordinatorEnd) -> None:
         self._end = end

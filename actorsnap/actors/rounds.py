@@ -49,7 +49,7 @@ _COMMIT_BACKSTOP_S = 20.0
 """Additional wait in the commit round: the coordinator may look for its commit."""
 
 
-Aborted: TypeAlias = Callable[[str, Stage, int | None], Failure]
+MakeFailure: TypeAlias = Callable[[str, Stage, int | None], Failure]
 """Makes a failure from the reason, the stage and the rank concerned."""
 
 
@@ -93,7 +93,7 @@ class CoordinatorActor:
         machine: Coordinator,
         end: CoordinatorEnd,
         decisions: Decisions,
-        aborted: Aborted,
+        aborted: MakeFailure,
         timeout_s: float,
         deadline: float | None = None,
         committer: Committer | None = None,
@@ -159,10 +159,10 @@ class CoordinatorActor:
         message = await self._end.receive()
         if isinstance(message, Broken):
             return Failed(0, self._failure(message.reason, 0))
-        if self._committer is None and (absence := await self._end.absence()):
+        if self._committer is None and (suspicion := await self._end.suspicion()):
             # Ranks that gave this process up have ended: no round may pass. A committer checks this
             # itself, right before it commits.
-            return Failed(0, self._failure(absence, 0))
+            return Failed(0, self._failure(suspicion, 0))
         if isinstance(message, PeerLost):
             reason = explain_loss(message.rank, message.silent_s)
             return Lost(self._failure(reason, message.rank))
@@ -192,7 +192,7 @@ class ParticipantActor:
     """
 
     def __init__(
-        self, *, machine: Participant, end: ParticipantEnd, aborted: Aborted, timeout_s: float
+        self, *, machine: Participant, end: ParticipantEnd, aborted: MakeFailure, timeout_s: float
     ) -> None:
         self.stage = Stage.JOIN
         self.outcome: End | None = None

@@ -89,7 +89,7 @@ class StagingActor:
             self._leaves = self._sources = ()
             if fence is not None:
                 fence.open()
-        order.full.set()
+        order.may_store.set()
 
     async def _next(self, chunks: Iterator[Chunk], copier: int) -> Chunk | None:
         if self._fence is not None:
@@ -129,7 +129,7 @@ class StagingActor:
         if can_be_read_in_place or not pieces:
             return StagedChunk(chunk, head, pieces, sources, None)
         if self._budget.would_wait(nbytes):
-            self._order.full.set()
+            self._order.may_store.set()
         lease = await self._lease(nbytes)
         row.note(Wait.MEMORY)
         copy = row.around(gather, Work.STAGE, plan.key, chunk.start, chunk.stop - chunk.start)

@@ -128,6 +128,8 @@ class Work(StrEnum):
 
 
 class Wait(StrEnum):
+    """Trace files know them by the first word."""
+
     MEMORY = "wait for memory"
     THREAD = "wait for a thread"
     ROOM = "wait for room"

@@ -463,7 +463,7 @@ def _shown(value: object) -> str:
 
 
 def features_of(*, is_compressed: bool) -> tuple[str, ...]:
-    return FEATURES if is_compressed else FEATURES[:2]
+    return ("annotations", "block_sizes", *(("compression",) if is_compressed else ()))
 
 
 def features_in(manifests: Iterable[RankManifest]) -> tuple[str, ...]:

@@ -485,8 +485,9 @@ def _split_writes(
 ) -> Iterator[tuple[int, int]]:
     """Splits ``[begin, stop)`` between leaves, or inside one on the grid of the largest blocks.
 
-    Chunks but the last have more than ``chunk_bytes`` less a block, unless one had to leave
-    ``min_last_bytes`` for the last; then it has that much.
+    Every chunk but the last is longer than ``chunk_bytes`` minus one block, with two exceptions:
+    bytes before a leaf without room for a block, and the chunk before the last, which leaves
+    ``min_last_bytes`` for it.
     """
     for start, end in zip(starts, ends, strict=True):
         while end - begin > chunk_bytes:

@@ -41,7 +41,7 @@ _MAX_ROW_BYTES = 1 << 20
 _MIN_RANGE_BYTES = 256 << 10
 """Smallest range for one rank; for less, opening an object costs more."""
 
-_SLACK = 64
+_MOVE_DIVISOR = 64
 """Largest move of a cut to an edge: 1/64 of the adjacent ranges.
 
 The busiest rank stays within 1.05 of the mean.
@@ -320,7 +320,7 @@ class _GroupBytes:
         target = 0
         for left, right in pairwise(sizes):
             target += left
-            cut = max(cuts[-1], self._cut(target, min(left, right) // _SLACK))
+            cut = max(cuts[-1], self._cut(target, min(left, right) // _MOVE_DIVISOR))
             cuts.append(self._with_room(cuts[-1], cut))
         cuts.append(self.nbytes)
         ranges: list[tuple[ObjectPart, ...]] = []

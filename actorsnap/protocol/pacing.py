@@ -54,7 +54,8 @@ _MOST_DOWN, _MOST_UP = 0.25, 2.0
 _QUIET_S, _QUIET_STEPS = 2.0, 10
 """Time without a step after which there is no trainer: the larger of seconds and steps."""
 
-_SLACK = 0.05
+_SCHEDULE_SLACK = 0.05
+"""Share of its bytes by which a save may lag."""
 
 
 def is_behind(stored: float, elapsed: float) -> bool:
@@ -64,7 +65,7 @@ def is_behind(stored: float, elapsed: float) -> bool:
         stored: Stored share of its bytes.
         elapsed: Elapsed share of its ``timeout_s``.
     """
-    return stored < 2 * elapsed - _SLACK
+    return stored < 2 * elapsed - _SCHEDULE_SLACK
 
 
 class PaceController:

@@ -140,7 +140,7 @@ class EndReceived(_SaveFrame, frozen=True, tag="m"):
 
 
 class AbsenceReported(_SaveFrame, frozen=True, tag="n"):
-    """Answers ``AnswerWanted``; see ``CoordinatorEnd.absence``."""
+    """Answers ``AnswerWanted``; see ``CoordinatorEnd.suspicion``."""
 
     reason: str | None
 
@@ -179,7 +179,7 @@ ToProcess: TypeAlias = ToSave | BeginSave | Configure | LeaveTeam | AttemptsEnde
 class AnswerWanted(_SaveFrame, frozen=True, tag="q"):
     """Asks for ``TurnGiven``, or for ``AbsenceReported``, before a commit."""
 
-    subject: Literal["turn", "absence"]
+    subject: Literal["turn", "suspicion"]
 
 
 class MessageSent(_SaveFrame, frozen=True, tag="m"):

@@ -114,7 +114,7 @@ class LocalEngine:
             self._scope.cancel()
 
     def close(self) -> None:
-        # A commit without an answer can no longer take effect.
+        # All tasks have ended, and with them a request for the commit.
         self._end_attempt()
 
     async def run(self, tasks: anyio.abc.TaskGroup) -> None:
@@ -409,7 +409,7 @@ class LocalEngine:
                 storage,
                 overwrite=request.overwrite,
                 deadline=self._deadline,
-                absence=end.absence,
+                suspicion=end.suspicion,
                 turn=None if save.turn is None else save.turn.wait,
             )
         coordinator = CoordinatorActor(

@@ -236,7 +236,7 @@ class RemoteEngine:
             case frames.AnswerWanted(subject="turn"):
                 self._tasks.start_soon(self._give_turn)
             case frames.AnswerWanted():
-                self._tasks.start_soon(self._report_absence)
+                self._tasks.start_soon(self._report_suspicion)
             case frames.StagingWanted():
                 self._on_staging_wanted(frame)
             case frames.Progressed():
@@ -278,9 +278,9 @@ class RemoteEngine:
         is_unanswered = await self._save.turn.wait()
         self._uploader.send(frames.TurnGiven(self._number, is_unanswered))
 
-    async def _report_absence(self) -> None:
+    async def _report_suspicion(self) -> None:
         assert self._relay is not None
-        reason = await self._relay.absence()
+        reason = await self._relay.suspicion()
         self._uploader.send(frames.AbsenceReported(self._number, reason))
 
     def _on_take_over_prepared(self, error: str) -> None:
@@ -441,7 +441,7 @@ class RemoteEngine:
         try:
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(self._announce, staged, numbers)
-                tasks.start_soon(self._make_room, order.full)
+                tasks.start_soon(self._make_room, order.may_store)
                 await staging.run(order)
                 self._has_copied = True
         finally:

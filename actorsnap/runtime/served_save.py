@@ -76,8 +76,8 @@ class ServedSave:
             self._turn = _LinkedTurn(
                 lambda: trainer.send(frames.AnswerWanted(frame.number, "turn"))
             )
-        self._absence: str | None = None
-        self._has_absence = anyio.Event()
+        self._suspicion: str | None = None
+        self._has_suspicion = anyio.Event()
         self._has_left_trainer = False
         self._take_over: tuple[frames.TakeOver, StoreAt] | None = None
         self._ends: RelayedEnds | None = None
@@ -120,7 +120,7 @@ class ServedSave:
         """Handles the trainer's end. Call in the order of the saves' numbers."""
         # A commit that waits for the trainer's answer proceeds: all ranks have arrived there.
         self._has_left_trainer = True
-        self._has_absence.set()
+        self._has_suspicion.set()
         if self._turn is not None:
             self._turn.leave_trainer(
                 self._host.resources.commit_order.join(self._save.location.canonical)
@@ -144,8 +144,8 @@ class ServedSave:
                 assert self._ends is not None
                 self._ends.put(frame.to_coordinator, decode_item(frame.item))
             case frames.AbsenceReported():
-                self._absence = frame.reason
-                self._has_absence.set()
+                self._suspicion = frame.reason
+                self._has_suspicion.set()
             case frames.TurnGiven():
                 assert self._turn is not None
                 self._turn.give(is_unanswered=frame.is_unanswered)
@@ -158,14 +158,14 @@ class ServedSave:
         """See ``RelayLink``."""
         self._trainer.send(frames.MessageSent(self._number, to, encode_item(message)))
 
-    async def absence(self) -> str | None:
+    async def suspicion(self) -> str | None:
         """See ``RelayLink``."""
         if self._has_left_trainer:
             return None
-        self._absence, self._has_absence = None, anyio.Event()
-        self._trainer.send(frames.AnswerWanted(self._number, "absence"))
-        await self._has_absence.wait()
-        return self._absence
+        self._suspicion, self._has_suspicion = None, anyio.Event()
+        self._trainer.send(frames.AnswerWanted(self._number, "suspicion"))
+        await self._has_suspicion.wait()
+        return self._suspicion
 
     async def _prepare_take_over(self, frame: frames.TakeOver) -> None:
         # Imports torch.
@@ -258,12 +258,12 @@ class ServedSave:
                 for number, offset in frame.chunks:
                     await order.out.send(self._to_chunk(order, number, offset))
                 if frame.is_waiting:
-                    order.full.set()
+                    order.may_store.set()
                 if frame.error:
                     raise decode(frame.error)
                 if frame.is_last:
                     break
-        order.full.set()
+        order.may_store.set()
 
     def _to_chunk(self, order: StagingOrder, number: int, offset: int | None) -> StagedChunk:
         chunk = order.chunks[number]

@@ -81,7 +81,7 @@ class TakeCall:
     overwrite: bool
     resume: bool
     step: int | None
-    stage: str
+    stage: str = "eager"
     metadata: Mapping[str, Any] | None
     storage_options: Mapping[str, Any] | None
     options: Options | None

@@ -1,6 +1,7 @@
 """All calls to devices; copies from CUDA to the host (``docs/decisions/0013-staging-copies.md``).
 
-Another kind of device needs a class like ``Cuda`` here, and states of random generators.
+Another kind of device needs a class like ``Cuda`` here, a choice between them in place of
+``calls``, and states of random generators.
 
 - *Order.* ``Lane.mark`` records events on the caller's streams. Copies run on one other stream per
   device, which waits for them. Only worker threads wait for a device.
@@ -148,7 +149,7 @@ def _flat(cut: Cut) -> torch.Tensor:
 
 
 class Cuda:
-    """Without CUDA in torch, only ``has`` is called."""
+    """Without CUDA in torch, only ``has`` and ``own_pinner`` are called."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

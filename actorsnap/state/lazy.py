@@ -32,13 +32,7 @@ from actorsnap.planning.packing import Piece
 from actorsnap.state.optim import ModelState, submodules_of
 from actorsnap.state.sharing import Extents, Region, memory_of, touched_without_gaps
 from actorsnap.state.sources import HostMemory, Leaf, gather
-from actorsnap.state.tensors import (
-    PLAIN_TYPES,
-    QUANTIZED,
-    DeviceSource,
-    StridedMemory,
-    address_of,
-)
+from actorsnap.state.tensors import PLAIN_TYPES, QUANTIZED, DeviceSource, StridedMemory, address_of
 
 _log = Log(__name__)
 

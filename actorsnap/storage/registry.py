@@ -2,8 +2,8 @@
 
 Backends register as ``scheme = "module:factory"`` with a ``StorageFactory``: built-in ones in a
 table, so that a source tree works uninstalled, others in the entry-point group
-``actorsnap.storage`` or by ``register``. Unknown schemes go to fsspec. Entry points come last: a
-broken package breaks only its users.
+``actorsnap.storage`` or by ``register``. A scheme is looked up in ``register``'s, the table, the
+entry points (a broken package breaks only its users), then fsspec's.
 """
 
 from __future__ import annotations

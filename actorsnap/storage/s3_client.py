@@ -437,7 +437,7 @@ _THROTTLED = {
     "TooManyRequests",
     "TooManyRequestsException",
 }
-_PASSING = {
+_TRANSIENT = {
     "BadDigest",
     "ConditionalRequestConflict",
     "IncompleteBody",
@@ -527,10 +527,10 @@ def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
         return StorageError, detail, {"retryable": True}
     if code in _EXPIRED:
         client.renew()
-        is_fixed = client.options.access_key_id is not None
-        advice = "pass a new session_token" if is_fixed else "log in again"
+        are_given = client.options.access_key_id is not None
+        advice = "pass a new session_token" if are_given else "log in again"
         detail = f"{answer}: the credentials have expired: {advice}"
-        return AccessDenied, detail, {"retryable": not is_fixed}
+        return AccessDenied, detail, {"retryable": not are_given}
     if code in _ELSEWHERE or status in (301, 307, 308):
         region = headers.get("x-amz-bucket-region") or failure.get("Region")
         option = f"storage_options={{'region': {region!r}}}" if region else "storage_options"
@@ -544,8 +544,8 @@ def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
         return AccessDenied, f"{answer}: the credentials do not allow it; {_NEEDED}", {}
     message = failure.get("Message") or "the server does not say why"
     detail = f"{answer}: {message[:300]}; look at storage_options, and at what the server supports"
-    is_passing = code in _PASSING or (status >= 500 and status != 501)
-    return StorageError, detail, {"retryable": is_passing, "retry_after_s": wait_s}
+    is_transient = code in _TRANSIENT or (status >= 500 and status != 501)
+    return StorageError, detail, {"retryable": is_transient, "retry_after_s": wait_s}
 
 
 def _describe_skew(headers: Mapping[str, str]) -> str:

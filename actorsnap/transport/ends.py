@@ -78,8 +78,8 @@ class CoordinatorEnd(Protocol):
     async def receive(self) -> ToCoordinator | Began | PeerLost | Broken | TakenOver:
         """Returns a message of any rank. Cancellation: no message is lost."""
 
-    async def absence(self) -> str | None:
-        """Returns why the ranks may have given this process up: it may have been stopped."""
+    async def suspicion(self) -> str | None:
+        """Returns why the other ranks may count this process as lost; None if they do not."""
 
 
 Message: TypeAlias = FromCoordinator | ToCoordinator
@@ -102,7 +102,7 @@ class RelayLink(Protocol):
         """Queues ``message`` for rank ``to``; None: the coordinator."""
         ...
 
-    async def absence(self) -> str | None:
+    async def suspicion(self) -> str | None:
         """See ``CoordinatorEnd``."""
         ...
 
@@ -139,8 +139,8 @@ class RelayedCoordinator(_RelayedEnd):
     async def send(self, rank: int, message: FromCoordinator) -> None:
         self.wire.post(rank, message)
 
-    async def absence(self) -> str | None:
-        return await self.wire.absence()
+    async def suspicion(self) -> str | None:
+        return await self.wire.suspicion()
 
 
 class RelayedEnds:
@@ -183,7 +183,7 @@ class InprocEnds(RelayedEnds):
     def post(self, to: int | None, message: Message) -> None:
         self.put(to is None, message)
 
-    async def absence(self) -> str | None:
+    async def suspicion(self) -> str | None:
         return None
 
 
@@ -249,9 +249,9 @@ class Relay:
         self._posted_in.send_nowait(sent)
         await sent.wait()
 
-    async def absence(self) -> str | None:
+    async def suspicion(self) -> str | None:
         assert self._coordinator is not None
-        return await self._coordinator.absence()
+        return await self._coordinator.suspicion()
 
     async def conclude(
         self, failure: Failure, look: Callable[[], Awaitable[bool | None]]

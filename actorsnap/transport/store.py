@@ -184,7 +184,7 @@ class StoreCoordinator(_End):
             self._begun.add(rank)
             self.put(Began(rank=rank, tag=tag))
 
-    async def absence(self) -> str | None:
+    async def suspicion(self) -> str | None:
         self._port._look(2 * self._look_s)
         if self._away_s <= _GIVEN_UP * self._lost_after_s:
             return None

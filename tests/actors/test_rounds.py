@@ -91,7 +91,7 @@ class World:
     def post(self, to: int | None, message: Message) -> None:
         self.ends[to or 0].put(to is None, message)
 
-    async def absence(self) -> str | None:
+    async def suspicion(self) -> str | None:
         return None
 
     def lose(self, rank: int) -> None:
@@ -236,13 +236,13 @@ async def test_a_coordinator_that_was_given_up_passes_no_round(
     """Else it alone would have restored."""
     world = World(2, num_rounds=1)
 
-    async def absence() -> str:
+    async def suspicion() -> str:
         return "it was stopped"
 
     async def body(rank: int, participant: ParticipantActor) -> None:
         if rank == 0:  # its arrival is the last
             await anyio.sleep(1)
-            monkeypatch.setattr(world.coordinator._end, "absence", absence)
+            monkeypatch.setattr(world.coordinator._end, "suspicion", suspicion)
         await participant.arrive()
 
     await world.run(body)

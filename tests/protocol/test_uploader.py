@@ -98,7 +98,7 @@ def test_frames_come_back_as_they_were() -> None:
         MessageSent(7, None, b"m"),
         MessageSent(7, 1, b"m"),
         AnswerWanted(7, "turn"),
-        AnswerWanted(7, "absence"),
+        AnswerWanted(7, "suspicion"),
         TakeOverPrepared(7, "no route"),
         Begun(7, "a"),
         StagingWanted(7, rules, RankPlan()),

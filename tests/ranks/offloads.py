@@ -494,7 +494,7 @@ def _die_before_the_commit() -> None:
     async def die(self: RemoteEngine) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
-    RemoteEngine._report_absence = die  # type: ignore[method-assign]
+    RemoteEngine._report_suspicion = die  # type: ignore[method-assign]
 
 
 def _stop_in_the_next() -> None:

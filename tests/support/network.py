@@ -181,6 +181,6 @@ class _Coordinator:
         item: ToCoordinator | Began | PeerLost | Broken = await self._network._up.receive()
         return item
 
-    async def absence(self) -> str | None:
+    async def suspicion(self) -> str | None:
         away_s = self._network._away_s
         return "given up by the others" if away_s > self._network.lost_after_s else None

@@ -221,7 +221,7 @@ class SimulatedSave:
             fill,
             storage,
             overwrite=self.overwrite,
-            absence=end.absence,
+            suspicion=end.suspicion,
             deadline=anyio.current_time() + self.timeout_s,
         )
         return CoordinatorActor(

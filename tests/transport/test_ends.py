@@ -47,7 +47,7 @@ class End:
     def has_coordinator(self) -> bool:
         return True
 
-    async def absence(self) -> str | None:
+    async def suspicion(self) -> str | None:
         return "it was stopped"
 
     def close(self) -> None:
@@ -134,7 +134,7 @@ async def test_an_engine_has_both_ends() -> None:
         await box.relay.flush()
         assert box.participant.sent == [Arrived(0, 0)]
         assert box.down == [(2, Proceed(0))]
-        assert await ends.coordinator.absence() == "it was stopped"
+        assert await ends.coordinator.suspicion() == "it was stopped"
         ends.close()
 
 

@@ -475,8 +475,8 @@ async def test_a_coordinator_that_was_stopped_knows_it(store: Any, open_port: Op
     end, has_beaten = await beating(store, open_port, now)
     for step_s, text in ((19, None), (21, "was stopped for 21 s"), (1, "was stopped for 21 s")):
         now[0] += step_s
-        absence = await end.absence()
-        assert (absence is None) if text is None else (text in str(absence))
+        suspicion = await end.suspicion()
+        assert (suspicion is None) if text is None else (text in str(suspicion))
         await until(has_beaten)
 
 
@@ -504,7 +504,7 @@ async def test_a_coordinator_that_asks_for_no_messages_was_not_stopped(
     for _ in range(10):
         now[0] += 10
         await until(has_beaten)
-    assert await end.absence() is None
+    assert await end.suspicion() is None
 
 
 async def test_a_message_that_cannot_be_encoded_breaks_its_save_only(

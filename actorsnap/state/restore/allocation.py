@@ -22,13 +22,7 @@ import torch
 
 from actorsnap.errors import FormatError
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import (
-    BytesEntry,
-    CompositeEntry,
-    Stored,
-    TensorEntry,
-    ViewEntry,
-)
+from actorsnap.format.manifest import BytesEntry, CompositeEntry, Stored, TensorEntry, ViewEntry
 from actorsnap.planning.index import Shard, ShardedEntry
 from actorsnap.planning.restore import BoxRead, plan_boxes
 from actorsnap.state.composite import is_composite, take_apart
