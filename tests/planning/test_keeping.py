@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import UsageError
@@ -69,7 +69,7 @@ values = st.sampled_from([0.0, -0.0, 0.1, 0.5, -1.0, math.inf, -math.inf, math.n
 metrics = st.dictionaries(st.sampled_from(["loss", "accuracy"]), values)
 durations = st.sampled_from([0, 1, 1800, HOUR, 5 * HOUR, DAY, 9 * DAY, 40 * DAY, -DAY, 400 * DAY])
 
-leaf_policies: st.SearchStrategy[Policy] = st.one_of(
+LEAVES: list[st.SearchStrategy[Policy]] = [
     st.builds(keep.all),
     st.builds(keep.last, numbers),
     st.builds(
@@ -87,7 +87,8 @@ leaf_policies: st.SearchStrategy[Policy] = st.one_of(
     st.builds(keep.newer_than, st.sampled_from([1, HOUR, timedelta(days=2), 100.0 * DAY])),
     st.builds(keep.at, st.frozensets(st.integers(0, 40), min_size=1)),
     st.just(keep.custom(lambda steps: [step for step in steps if step.step % 3 == 0])),
-)
+]
+leaf_policies = st.one_of(LEAVES)
 
 
 def join(policies: Sequence[Policy]) -> Policy:
@@ -166,7 +167,6 @@ def test_a_second_look_lets_nothing_more_go(
     assert look.kept(alone) == first
 
 
-@settings(max_examples=200)
 @given(looks())
 def test_a_step_that_goes_is_not_wanted_again(found: tuple[list[StoredStep], Look]) -> None:
     steps, look = found
@@ -177,7 +177,6 @@ def test_a_step_that_goes_is_not_wanted_again(found: tuple[list[StoredStep], Loo
         assert not gone & wanted
 
 
-@settings(max_examples=300)
 @given(looks(), st.data())
 def test_an_early_pass_costs_nothing_that_a_late_one_keeps(
     found: tuple[list[StoredStep], Look], data: st.DataObject
@@ -188,6 +187,21 @@ def test_an_early_pass_costs_nothing_that_a_late_one_keeps(
     early = look.kept(old)
     left = [s for s in old if s.name in early or data.draw(st.booleans())]
     assert look.kept(steps) <= look.kept([*left, *new])
+
+
+@pytest.mark.parametrize("leaf", LEAVES, ids=range(len(LEAVES)))
+@given(timelines(), st.data())
+def test_each_policy_wants_no_step_again(
+    leaf: st.SearchStrategy[Policy], steps: list[StoredStep], data: st.DataObject
+) -> None:
+    policy = data.draw(leaf)
+    wanted = policy.judge(steps).keys()
+    for num_old in range(len(steps)):
+        old, new = steps[:num_old], steps[num_old:]
+        early = policy.judge(old)
+        left = [s for s in old if s.name in early]
+        assert wanted <= early.keys() | {s.name for s in new}
+        assert wanted <= policy.judge([*left, *new]).keys()
 
 
 @given(looks())
