@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -130,6 +131,7 @@ def prune(
                 [what, infos[name].url, output.size_text(sizes.get(name, 0))]
                 for name in done.doomed
             )
+            sys.stdout.flush()
             _summarize(done, sizes, is_dry=not yes)
         for name, why in done.failed.items():
             err.print(f"[red]not deleted[/] {quote(output.visible(f'{name}: {why}'))}")
