@@ -23,7 +23,6 @@ import sys
 import tempfile
 import zlib
 from pathlib import Path
-from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -148,7 +147,7 @@ def start(who: str, folder: Path, num_steps: int, kill_at: int | None = None) ->
     command += [] if kill_at is None else ["--kill-at", str(kill_at)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False, timeout=300)
     expected = 0 if kill_at is None else -signal.SIGKILL
-    lines = cast(str, done.stdout).splitlines()
+    lines = done.stdout.splitlines()
     print("\n".join(lines))
     if done.returncode != expected:
         raise SystemExit(f"{who} ended with {done.returncode}, not {expected}")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import asyncio
 import contextlib
+import inspect
 import io
 import re
 import shlex
@@ -10,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
+from actorsnap import StateDict
 from actorsnap.cli import app
-from tests.pages import ROOT, all_blocks
+from actorsnap.manager.sync import CheckpointManager, every
+from tests.pages import ROOT, all_blocks, blocks
 
 PAGE = ROOT / "docs" / "manager.md"
 
@@ -54,3 +60,27 @@ def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert timeless(printed) == timeless(block)
         kinds.append(kind)
     assert kinds.count("python") >= 7
+
+
+@pytest.mark.blocking
+def test_what_readme_shows(tmp_path: Path) -> None:
+    section = (ROOT / "README.md").read_text().split("\n## A whole run\n")[1].split("\n## ")[0]
+    (block,) = blocks(section, "python")
+    assert '"/ckpt/run-7"' in block
+    names: dict[str, Any] = {
+        "app_state": {"train": StateDict(weight=torch.zeros(3))},
+        "train_step": lambda: 0.5,
+        "num_steps": 1001,
+    }
+    text = block.replace("/ckpt/run-7", str(tmp_path / "run"))
+    code = compile(text, "README.md", "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+
+    async def run() -> None:
+        found = eval(code, names)
+        assert inspect.isawaitable(found)
+        await found
+
+    asyncio.run(run())
+    manager = CheckpointManager(tmp_path / "run", names["app_state"], save=every.steps(500))
+    assert manager.all_steps() == [0, 500, 1000]
+    assert manager.best("loss", "min").metrics == {"loss": 0.5}  # type: ignore[union-attr]
