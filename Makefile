@@ -14,6 +14,7 @@ PARALLEL ?= -n 2 --dist loadfile
 demo: $(READY)
 	$(BIN)/python examples/train_resume.py
 	$(BIN)/python examples/fsdp_resume.py
+	$(BIN)/python examples/managed.py
 
 # The check list: what CI and pre-commit run. pytest is last, so that its closing line is.
 # CI must have the servers that the tests talk to; elsewhere tests skip what is missing.

@@ -4,9 +4,10 @@ Output goes to stdout, the rest to stderr. Columns are aligned on a terminal, ot
 tabs. Terminal control characters are escaped. Exit codes:
 
     0    done; verify: intact; diff: equal
-    1    verify, recover: damaged; diff: different; rm: not confirmed, or complete attempts kept
+    1    verify, recover: damaged; diff: different; rm: not confirmed, or complete attempts kept;
+         prune: a later run began meanwhile
     2    bad usage, or no such object
-    3    no committed snapshot; rm --garbage: and no garbage
+    3    no committed snapshot; best: no step has the metric; rm --garbage: and no garbage
     4    storage error; damaged (except for verify); needs a newer release or a package
     130  interrupted
 """
@@ -15,39 +16,40 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar
+from collections.abc import Iterator
+from typing import Annotated, TypeVar
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.markup import escape as quote
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from actorsnap import cli_output as output
+from actorsnap import cli_roots
+from actorsnap.cli_calls import (
+    JsonOption,
+    PathArgument,
+    StorageOption,
+    err,
+    errors,
+    make_source,
+    options,
+    parse_storage_options,
+    progress,
+    run,
+)
 from actorsnap.errors import (
-    ActorSnapError,
     ChecksumMismatch,
-    FormatError,
-    IncompatibleState,
     NotASnapshot,
-    UnsupportedFormat,
     UsageError,
 )
-from actorsnap.options import Options, from_env
 from actorsnap.release import RELEASE
 from actorsnap.runtime import maintenance, reading, tracefile
 from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.copy import CopyEvent, CopyEventKind
-from actorsnap.runtime.host import Script
-from actorsnap.runtime.location import make_location
-from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.verify import VerifyReport
 from actorsnap.sync import Snapshot
@@ -60,19 +62,6 @@ app = typer.Typer(
     help="Look at, check, compare, copy, recover and delete actorsnap snapshots.",
     pretty_exceptions_enable=False,
 )
-
-err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-
-JsonOption = Annotated[bool, typer.Option("--json", help="For scripts.")]
-PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
-StorageOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        metavar="KEY=VALUE",
-        help="Option for the storage's backend; may be repeated. JSON values are parsed.",
-    ),
-]
 
 
 def main() -> None:
@@ -102,12 +91,12 @@ def _common(
 @app.command()
 def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = None) -> None:
     """List a snapshot's objects or, for a folder of snapshots, its snapshots."""
-    with _errors():
-        source = _source(path, option)
+    with errors():
+        source = make_source(path, option)
         try:
-            _, manifests = _run(reading.load_index(source))
+            _, manifests = run(reading.load_index(source))
         except NotASnapshot as error:
-            found = _run(maintenance.find_snapshots(source))
+            found = run(maintenance.find_snapshots(source))
             if not found or error.found in ("unfinished", "foreign"):
                 raise
             if as_json:
@@ -134,8 +123,8 @@ def inspect(
     option: StorageOption = None,
 ) -> None:
     """Show the contents of a snapshot: a tree with shapes, dtypes and sizes."""
-    with _errors():
-        commit, manifests = _run(reading.load_index(_source(path, option)))
+    with errors():
+        commit, manifests = run(reading.load_index(make_source(path, option)))
         if as_json:
             output.print_json(output.manifests_json(path, commit, manifests))
             return
@@ -153,17 +142,28 @@ def verify(
     full: Annotated[
         bool, typer.Option("--full", help="Compare every byte, and check that it can be restored.")
     ] = False,
+    all: Annotated[
+        bool, typer.Option("--all", help="Each snapshot in the folder PATH, such as a run's.")
+    ] = False,
+    as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
     """Check that a snapshot is intact. Exit code 1 if it is damaged."""
-    with _errors(damaged=1):
-        source = _source(path, option)
+    with errors(damaged=1):
+        if all:
+            cli_roots.verify_all(path, full=full, as_json=as_json, option=option)
+            return
+        source = make_source(path, option)
         report: VerifyReport
         if full:
-            with _progress("verifying") as update:
-                report = _run(verification.verify(source, level="full", progress=update))
+            with progress("verifying") as update:
+                report = run(verification.verify(source, level="full", progress=update))
         else:
-            report = _run(verification.verify(source, level="quick"))
+            report = run(verification.verify(source, level="quick"))
+        if as_json:
+            problems = [str(problem) for problem in report.problems]
+            output.print_json({"state": "ok" if report.ok else "damaged", "problems": problems})
+            raise typer.Exit(0 if report.ok else 1)
         for problem in report.problems:
             err.print(f"[red]damaged[/] {quote(output.visible(str(problem)))}")
         if not report.ok:
@@ -181,9 +181,10 @@ def diff(
     option: StorageOption = None,
 ) -> None:
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
-    with _errors():
+    with errors():
         left, right = (
-            output.leaves_of(_run(reading.load_index(_source(path, option)))[1]) for path in (a, b)
+            output.leaves_of(run(reading.load_index(make_source(path, option)))[1])
+            for path in (a, b)
         )
         both = left | right
         rows = [
@@ -205,8 +206,8 @@ def cat(
     option: StorageOption = None,
 ) -> None:
     """Print one object of a snapshot; only the beginning of long bytes, unless --raw."""
-    with _errors():
-        snapshot = Snapshot(path, storage_options=_storage_options(option), options=_options())
+    with errors():
+        snapshot = Snapshot(path, storage_options=parse_storage_options(option), options=options())
         value = snapshot.read_object(object)
         if raw:
             data = output.raw_bytes(value)
@@ -241,11 +242,11 @@ def cp(
     ] = None,
 ) -> None:
     """Copy a snapshot; an interrupted copy continues."""
-    with _errors():
-        both = _storage_options(option)
-        src_options = both | _storage_options(src_option)
-        snapshot = Snapshot(source, storage_options=src_options, options=_options())
-        with _progress("copying") as update:
+    with errors():
+        both = parse_storage_options(option)
+        src_options = both | parse_storage_options(src_option)
+        snapshot = Snapshot(source, storage_options=src_options, options=options())
+        with progress("copying") as update:
 
             def show(event: CopyEvent) -> None:
                 update(event.done_bytes, event.total_bytes)
@@ -256,7 +257,7 @@ def cp(
             report = snapshot.copy_to(
                 to,
                 overwrite=overwrite,
-                storage_options=both | _storage_options(dst_option),
+                storage_options=both | parse_storage_options(dst_option),
                 on_event=show,
             )
         if as_json:
@@ -289,8 +290,8 @@ def rm(
     option: StorageOption = None,
 ) -> None:
     """Delete a snapshot, or only the garbage at its path."""
-    with _errors():
-        source = _source(path, option)
+    with errors():
+        source = make_source(path, option)
         if garbage:
             _collect(source, path, force=force, yes=yes)
             return
@@ -299,12 +300,12 @@ def rm(
         what = _what_to_delete(source, path)
         if not yes:
             typer.confirm(f"Delete {what}?", abort=True, err=True)
-        _run(maintenance.delete(source))
+        run(maintenance.delete(source))
         output.write_lines([f"deleted {path}"])
 
 
 def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
-    leftovers = _run(maintenance.find_leftovers(source))
+    leftovers = run(maintenance.find_leftovers(source))
     for leftover in leftovers:
         state = "complete" if leftover.is_complete else "incomplete"
         age = output.age_text(time.time() - leftover.created_s)
@@ -317,9 +318,9 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
         err.print(f"{what} complete: {quote(_recover(path))} makes a snapshot of one again.")
         is_confirmed = typer.confirm("Delete what is complete, too?", err=True)
     expendable = complete if is_confirmed else []
-    report = _run(maintenance.collect(source, force=force, expendable=expendable))
+    report = run(maintenance.collect(source, force=force, expendable=expendable))
     if not report.deleted and not report.kept and not report.left:
-        _run(reading.load_index(source))  # raises if empty
+        run(reading.load_index(source))  # raises if empty
     objects = output.count_of(len(report.deleted), "object", "objects")
     output.write_lines([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
@@ -359,12 +360,12 @@ def recover(
     option: StorageOption = None,
 ) -> None:
     """Write a lost commit object again, after comparing every byte. Exit code 1 if damaged."""
-    with _errors(damaged=1):
+    with errors(damaged=1):
         call = recovery.RecoverCall(
             attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
         )
-        with _progress("verifying") as update:
-            report = _run(recovery.recover(_source(path, option), call, progress=update))
+        with progress("verifying") as update:
+            report = run(recovery.recover(make_source(path, option), call, progress=update))
         step = "" if report.step is None else f", step {report.step}"
         output.write_lines(
             [
@@ -386,7 +387,7 @@ def trace(
     ] = None,
 ) -> None:
     """Show how the time of a save or restore was spent; of several ranks: one file each."""
-    with _errors():
+    with errors():
         found = tracefile.merge([tracefile.read(path) for path in file])
         tables = []
         for summary in tracefile.summaries(found):
@@ -413,7 +414,7 @@ def _write_file(path: str, data: bytes) -> None:
 def _what_to_delete(source: Source, path: str) -> str:
     """Damaged snapshots can be deleted, other folders cannot."""
     try:
-        commit, manifests = _run(reading.load_index(source))
+        commit, manifests = run(reading.load_index(source))
     except ChecksumMismatch:
         return f"the damaged snapshot {path}"
     total = sum(record.size for record in output.data_objects(manifests))
@@ -453,88 +454,7 @@ def _wait_rows(summary: tracefile.Summary) -> Iterator[list[str]]:
         yield [wait.actor, what, f"{wait.seconds:.3f} s", f"{wait.at_s:.3f} s"]
 
 
-# Calls ----------------------------------------------------------------------------------------
-
-
-def _options() -> Options:
-    # Large snapshots take hours; Ctrl-C ends it.
-    return from_env({"ACTORSNAP_TIMEOUT_S": "86400", **os.environ})
-
-
-def _source(path: str, option: list[str] | None) -> Source:
-    location = make_location(path, _storage_options(option))
-    return Source(location, _options())
-
-
-def _storage_options(given: list[str] | None) -> dict[str, Any]:
-    """Parses the options.
-
-    Raises:
-        UsageError: An option is not ``key=value``. It is not repeated: it may be secret.
-    """
-    found: dict[str, Any] = {}
-    for text in given or ():
-        key, equals, value = text.partition("=")
-        if not key or not equals:
-            raise UsageError("a storage option must be key=value")
-        if key in found:
-            raise UsageError(f"the storage option {key!r} is given twice")
-        try:
-            found[key] = json.loads(value)
-        except ValueError:
-            found[key] = value
-    return found
-
-
-def _run(script: Script[T]) -> T:
-    return run_sync(script, name="cli")
-
-
-@contextmanager
-def _errors(damaged: int = 4) -> Iterator[None]:
-    """Turns errors into a line and an exit code."""
-    try:
-        yield
-        sys.stdout.flush()
-    except ActorSnapError as error:
-        text = output.visible("\n".join([str(error), *getattr(error, "__notes__", ())]))
-        if isinstance(error, UsageError) and "allow_pickle" in text:
-            text += "\nOn the command line: set ACTORSNAP_ALLOW_PICKLE=true"
-        err.print(f"[red]error:[/] {quote(text)}")
-        raise typer.Exit(_exit_code(error, damaged)) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
-    except BrokenPipeError:
-        # `| head`: nobody reads the rest, including buffered output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
-
-
-def _exit_code(error: ActorSnapError, damaged: int) -> int:
-    match error:
-        case UsageError():
-            return 2
-        case NotASnapshot() | IncompatibleState():
-            return 3
-        case UnsupportedFormat():
-            return 4
-        case FormatError():
-            return damaged
-    return 4
-
-
-@contextmanager
-def _progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar if stderr is a terminal. Call the result from any thread."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+cli_roots.register(app)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from actorsnap import Options, StateDict, cli
+from actorsnap import Options, StateDict, cli, cli_calls
 from actorsnap.errors import ChecksumMismatch
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
@@ -846,7 +846,7 @@ def test_an_interrupt(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run_sync", interrupt)
+    monkeypatch.setattr(cli_calls, "run_sync", interrupt)
     assert run("verify", saved).code == 130
 
 

@@ -83,3 +83,22 @@ def test_fsdp_resume(tmp_path: Path) -> None:
     for ranks in ("1", "3"):
         assert "step-00006 is passed over, it is unfinished" in found["said"][ranks]
         assert "step-00003 is committed" in found["said"][ranks]
+
+
+def test_managed(tmp_path: Path) -> None:
+    output = run("managed.py", "--steps", "25", cwd=tmp_path)
+    assert "a save is in flight: SIGKILL" in output
+    assert "restored step" in output
+    assert "resumed and straight are equal, bit for bit" in output
+    assert left_behind(tmp_path) == []
+
+
+def test_managed_by_two_ranks(tmp_path: Path) -> None:
+    with Director("tests.ranks.examples", *MODULES) as director:
+        found = director.play("direct_managed", root=str(tmp_path))
+    straight, resumed = (found[each].splitlines() for each in ("straight", "resumed"))
+    assert straight[0] == "nothing to resume: step 0"
+    assert resumed[0].startswith("restored step ")
+    assert straight[-1].startswith("the end: loss ")
+    assert straight[-1] == resumed[-1]
+    assert (tmp_path / "killed" / ".manager/runs/00000002.json").exists()

@@ -101,6 +101,11 @@ class Keeper:
         self._verifying.add(call)
         call.future.add_done_callback(lambda _: self._verifying.discard(call))
 
+    @property
+    def damaged(self) -> Mapping[StepName, str]:
+        """Committed steps that were found damaged, with the reasons."""
+        return self._damaged
+
     def end_run(self) -> None:
         self.generation = None
 

@@ -39,7 +39,7 @@ from actorsnap.format.steps import (
 )
 from actorsnap.log import Log
 from actorsnap.options import Options
-from actorsnap.planning.keeping import StoredStep, metric_value
+from actorsnap.planning.keeping import StoredStep
 from actorsnap.runtime.location import Location
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
@@ -148,6 +148,9 @@ class Root:
                 return
             self._runs[generation] = decode_record(data, RunRecord, key)
 
+        for name in intents:
+            # Another process may have deleted the commit object.
+            self._commits.pop(name, None)
         new = [each for each in generations if each not in self._runs]
         await for_each(new, read, at_once=2 * MAX_SMALL_READS)
         runs = {each: self._runs[each] for each in generations if each in self._runs}
@@ -273,11 +276,18 @@ def stored_step(name: StepName, commit: Commit) -> StoredStep:
         name=name,
         created_s=datetime.fromisoformat(commit.created).timestamp(),
         metrics={
-            key: metric_value(value)
+            key: number
             for key, value in (metrics if isinstance(metrics, dict) else {}).items()
-            if isinstance(value, int | float) and not isinstance(value, bool)
+            if (number := _stored_number(value)) is not None
         },
     )
+
+
+def _stored_number(value: object) -> float | None:
+    """JSON has no NaN and infinities: they are stored as text."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else None
 
 
 def is_damage(error: BaseException) -> bool:

@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from examples import fsdp_resume
+from examples import fsdp_resume, managed
 from tests.worlds import Rank, World
 
-__all__ = ["direct_fsdp_resume"]
+__all__ = ["direct_fsdp_resume", "direct_managed"]
 
 SIZE = fsdp_resume.SIZES["small"]
 
@@ -51,3 +51,30 @@ def direct_fsdp_resume(root: str) -> dict[str, Any]:
         runs = map(fsdp_resume.read, (straight, killed, on_1, on_3))
         status = fsdp_resume.compare(SIZE, *runs)
     return {"status": status, "said": said, "table": table.getvalue()}
+
+
+def managed_run(me: Rank, folder: str, kill_at: int | None) -> str:
+    """What this rank says in one run."""
+    me.follow_torchrun()
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        managed.train(folder, 25, kill_at)
+    return said.getvalue()
+
+
+def direct_managed(root: str) -> dict[str, str]:
+    """What rank 0 of 2 says in a run without interruption, and in one after all were killed."""
+
+    def play(folder: str, kill_at: int | None = None) -> str:
+        world = World(2, managed_run, folder=folder, kill_at=kill_at)
+        try:
+            if kill_at is not None:
+                assert all(rank.dies() for rank in world.ranks)
+                return ""
+            return str(world.results()[0])
+        finally:
+            world.end()
+
+    straight = play(f"{root}/straight")
+    play(f"{root}/killed", kill_at=10)
+    return {"straight": straight, "resumed": play(f"{root}/killed")}

@@ -1,0 +1,126 @@
+"""Arguments, calls and errors that all commands share. See ``cli`` for the exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, TypeVar
+
+import typer
+from rich.console import Console
+from rich.markup import escape as quote
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from actorsnap import cli_output as output
+from actorsnap.errors import (
+    ActorSnapError,
+    FormatError,
+    IncompatibleState,
+    NotASnapshot,
+    UnsupportedFormat,
+    UsageError,
+)
+from actorsnap.options import Options, from_env
+from actorsnap.runtime.host import Script
+from actorsnap.runtime.location import make_location
+from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
+
+T = TypeVar("T")
+
+err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="For scripts.")]
+PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
+StorageOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help="Option for the storage's backend; may be repeated. JSON values are parsed.",
+    ),
+]
+
+
+def options() -> Options:
+    # Large snapshots take hours; Ctrl-C ends it.
+    return from_env({"ACTORSNAP_TIMEOUT_S": "86400", **os.environ})
+
+
+def make_source(path: str, option: list[str] | None) -> Source:
+    location = make_location(path, parse_storage_options(option))
+    return Source(location, options())
+
+
+def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
+    """Parses the options.
+
+    Raises:
+        UsageError: An option is not ``key=value``. It is not repeated: it may be secret.
+    """
+    found: dict[str, Any] = {}
+    for text in given or ():
+        key, equals, value = text.partition("=")
+        if not key or not equals:
+            raise UsageError("a storage option must be key=value")
+        if key in found:
+            raise UsageError(f"the storage option {key!r} is given twice")
+        try:
+            found[key] = json.loads(value)
+        except ValueError:
+            found[key] = value
+    return found
+
+
+def run(script: Script[T]) -> T:
+    return run_sync(script, name="cli")
+
+
+@contextmanager
+def errors(damaged: int = 4) -> Iterator[None]:
+    """Turns errors into a line and an exit code."""
+    try:
+        yield
+        sys.stdout.flush()
+    except ActorSnapError as error:
+        text = output.visible("\n".join([str(error), *getattr(error, "__notes__", ())]))
+        if isinstance(error, UsageError) and "allow_pickle" in text:
+            text += "\nOn the command line: set ACTORSNAP_ALLOW_PICKLE=true"
+        err.print(f"[red]error:[/] {quote(text)}")
+        raise typer.Exit(_exit_code(error, damaged)) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(130) from None
+    except BrokenPipeError:
+        # `| head`: nobody reads the rest, including buffered output.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise typer.Exit(0) from None
+
+
+def _exit_code(error: ActorSnapError, damaged: int) -> int:
+    match error:
+        case UsageError():
+            return 2
+        case NotASnapshot() | IncompatibleState():
+            return 3
+        case UnsupportedFormat():
+            return 4
+        case FormatError():
+            return damaged
+    return 4
+
+
+@contextmanager
+def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Shows a bar if stderr is a terminal. Call the result from any thread."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        DownloadColumn(binary_units=True),
+        TransferSpeedColumn(),
+    )
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -1,0 +1,359 @@
+"""The commands for a root: what they print, end with, delete and leave alone."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from actorsnap import StateDict, UsageError, cli
+from actorsnap.cli_roots import parse_policies
+from actorsnap.format.steps import DeleteIntent, StepName, encode_record, intent_key
+from actorsnap.manager import every, keep
+from actorsnap.manager.sync import CheckpointManager
+from actorsnap.planning.keeping import Policy
+from actorsnap.runtime.roots import Root
+from actorsnap.runtime.source import OpenSource
+from actorsnap.sync import Snapshot
+
+
+class Ended:
+    """How a command ended: exit code, stdout and stderr."""
+
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+    @property
+    def rows(self) -> list[list[str]]:
+        return [line.split("\t") for line in self.out.splitlines()]
+
+
+def run(*arguments: object) -> Ended:
+    result = CliRunner().invoke(cli.app, [str(a) for a in arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return Ended(result.exit_code, result.stdout, result.stderr)
+
+
+def manager(root: object, **settings: Any) -> CheckpointManager:
+    state = {"train": StateDict(weight=torch.zeros(100), step=0)}
+    return CheckpointManager(
+        str(root), state, **{"save": every.steps(100), "keep": keep.all(), **settings}
+    )
+
+
+LOSSES = {0: 4.0, 100: 1.0, 200: 3.0, 300: 2.0}
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A run of four steps."""
+    with manager(tmp_path / "run") as running:
+        for step, loss in LOSSES.items():
+            running.maybe_save(step, metrics={"loss": loss})
+    return tmp_path / "run"
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.glob("step-*"))
+
+
+def name(step: int, generation: int = 1) -> str:
+    return str(StepName(step, generation))
+
+
+def damage(root: Path, which: str) -> None:
+    (file,) = (root / which).glob("*/data/**/*.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+# steps ----------------------------------------------------------------------------------------
+
+
+def test_steps(root: Path) -> None:
+    ended = run("steps", root)
+    assert (ended.code, ended.err) == (0, "")
+    assert [row[0] for row in ended.rows] == [name(step) for step in LOSSES]
+    assert [row[2] for row in ended.rows] == ["loss=4", "loss=1", "loss=3", "loss=2"]
+    for row in ended.rows:
+        assert re.fullmatch(r"\d+ s old", row[1])
+        assert re.fullmatch(r"\d\.\d KiB", row[3])
+        assert row[4:] == ["committed"]
+
+
+def test_steps_says_why(root: Path) -> None:
+    ended = run("steps", root, "--keep", "last:1", "--keep", "best:loss:min", "--min-valid", 1)
+    assert [row[5] for row in ended.rows] == [
+        "goes: no policy keeps it",
+        "stays: best loss (min): 1",
+        "goes: no policy keeps it",
+        "stays: last 1, newest, newest verified, one of 1 verified",
+    ]
+    assert len(names(root)) == 4
+
+
+def test_steps_as_json(root: Path) -> None:
+    with manager(root) as running:
+        running.restore(100)
+        running.maybe_save(200, metrics={"loss": float("nan")})
+    found = json.loads(run("steps", root, "--all", "--json", "--keep", "last:1").out)
+    assert [(each["name"], each["state"], each["keeps"]) for each in found] == [
+        (name(0), "committed", False),
+        (name(100), "committed", True),
+        (name(200), "abandoned", True),
+        (name(300), "abandoned", True),
+        (name(200, 2), "committed", True),
+    ]
+    assert found[1]["reasons"] == ["restored from", "one of 2 verified"][::-1]
+    assert found[4]["metrics"] == {"loss": "nan"}
+    assert found[0] == {
+        "step": 0,
+        "generation": 1,
+        "name": name(0),
+        "url": f"{root}/{name(0)}",
+        "state": "committed",
+        "created": found[0]["created"],
+        "metrics": {"loss": 4.0},
+        "nbytes": sum(f.stat().st_size for f in (root / name(0)).rglob("*") if f.is_file()),
+        "keeps": False,
+        "reasons": [],
+    }
+
+
+def test_all_steps(root: Path) -> None:
+    (root / name(100) / "actorsnap.json").unlink()
+    (root / name(200) / "actorsnap.json").write_text("{}")
+    assert [row[0] for row in run("steps", root).rows] == [name(0), name(300)]
+    rows = run("steps", root, "--all", "--keep", "last:1").rows
+    assert [(row[0], row[4]) for row in rows] == [
+        (name(0), "committed"),
+        (name(100), "unfinished"),
+        (name(200), "damaged"),
+        (name(300), "committed"),
+    ]
+    assert rows[1][5] == "stays: unfinished: not judged"
+
+
+def test_damage_is_found_before_it_is_judged(root: Path) -> None:
+    damage(root, name(300))
+    row = run("steps", root, "--keep", "last:1").rows[3]
+    assert row[5].startswith("stays: damaged: ")
+
+
+@pytest.mark.parametrize("command", [["steps"], ["latest"], ["best"], ["prune"], ["verify"]])
+def test_nothing_there(tmp_path: Path, command: list[str]) -> None:
+    more = {"best": ["loss"], "prune": ["--keep", "last:1"], "verify": ["--all"]}
+    ended = run(*command, tmp_path, *more.get(command[0], []))
+    assert (ended.code, ended.out) == (3, "")
+    assert "error:" in ended.err
+
+
+# latest, best, verify -------------------------------------------------------------------------
+
+
+def test_latest(root: Path) -> None:
+    damage(root, name(300))
+    assert run("latest", root).out == f"{root}/{name(300)}\n"
+    assert run("latest", root, "--valid").out == f"{root}/{name(200)}\n"
+    assert json.loads(run("latest", root, "--valid", "--json").out)["step"] == 200
+    assert Snapshot(run("latest", root, "--valid").out.strip()).step == 200
+
+
+def test_nothing_intact(root: Path) -> None:
+    for each in names(root):
+        damage(root, each)
+    ended = run("latest", root, "--valid")
+    assert (ended.code, ended.out) == (3, "")
+
+
+def test_best(root: Path) -> None:
+    assert run("best", root, "loss").out == f"{root}/{name(100)}\n"
+    assert run("best", root, "loss", "--max").out == f"{root}/{name(0)}\n"
+    ended = run("best", root, "accuracy")
+    assert (ended.code, ended.out) == (3, "")
+    assert "there are: loss" in ended.err
+
+
+def test_verify_all(root: Path) -> None:
+    ended = run("verify", root, "--all")
+    assert ended.code == 0
+    assert ended.rows == [[name(step), "ok", "1 data object"] for step in LOSSES]
+    damage(root, name(100))
+    ended = run("verify", root, "--all", "--full")
+    assert ended.code == 1
+    assert [row[1] for row in ended.rows] == ["ok", "damaged", "ok", "ok"]
+    found = json.loads(run("verify", root, "--all", "--json").out)
+    assert [each["state"] for each in found] == ["ok", "damaged", "ok", "ok"]
+    assert len(found[1]["problems"]) == 1
+
+
+def test_verify_as_json(root: Path) -> None:
+    damage(root, name(100))
+    assert json.loads(run("verify", root / name(0), "--json").out) == {
+        "state": "ok",
+        "problems": [],
+    }
+    ended = run("verify", root / name(100), "--json")
+    assert ended.code == 1
+    assert json.loads(ended.out)["state"] == "damaged"
+
+
+# prune ----------------------------------------------------------------------------------------
+
+
+def test_prune_is_a_dry_run_without_yes(root: Path) -> None:
+    ended = run("prune", root, "--keep", "last:1", "--min-valid", 1)
+    assert ended.code == 0
+    assert [row[:2] for row in ended.rows] == [
+        ["would go", f"{root}/{name(step)}"] for step in (0, 100, 200)
+    ]
+    assert re.fullmatch(r"3 steps, \d+\.\d KiB; --yes deletes\n", ended.err)
+    assert len(names(root)) == 4
+
+
+def test_prune(root: Path) -> None:
+    ended = run("prune", root, "--keep", "last:1", "--keep", "best:loss:min", "--yes")
+    assert ended.code == 0
+    assert [row[:2] for row in ended.rows] == [["deleted", f"{root}/{name(0)}"]]
+    assert names(root) == [name(100), name(200), name(300)]
+    assert not [*root.glob(".manager/deleting/*")]
+    again = run("prune", root, "--keep", "last:1", "--keep", "best:loss:min", "--yes")
+    assert (again.code, again.out) == (0, "")
+
+
+def test_prune_as_json(root: Path) -> None:
+    for more, is_dry in ([], True), (["--yes"], False):
+        found = json.loads(run("prune", root, "--keep", "last:1", "--json", *more).out)
+        assert found == {
+            "dry_run": is_dry,
+            "is_superseded": False,
+            "deleted": [f"{root}/{name(0)}", f"{root}/{name(100)}"],
+            "failed": {},
+        }
+
+
+def test_prune_needs_a_policy(root: Path) -> None:
+    ended = run("prune", root, "--yes")
+    assert ended.code == 2
+    assert "name what stays" in ended.err
+    assert len(names(root)) == 4
+
+
+def test_prune_beside_a_running_manager(root: Path) -> None:
+    with manager(root) as running:
+        running.restore_latest()
+        running.maybe_save(400)
+        running.wait()
+        assert run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes").code == 0
+        # What it continued stays, and it is not fenced.
+        assert names(root) == [name(300), name(400, 2)]
+        running.maybe_save(500)
+        running.wait()
+        assert running.all_steps() == [300, 400, 500]
+
+
+def test_prune_finishes_a_deletion(root: Path) -> None:
+    (root / name(0) / "actorsnap.json").unlink()
+    intent = root / intent_key(StepName(0, 1))
+    intent.parent.mkdir()
+    intent.write_bytes(encode_record(DeleteIntent(attempt="a", generation=1, reason="test")))
+    rows = run("steps", root, "--all").rows
+    assert rows[0][4] == "deleting"
+    assert run("prune", root, "--keep", "all", "--yes").code == 0
+    assert names(root) == [name(100), name(200), name(300)]
+    assert not intent.exists()
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_prune_stops_for_a_later_run(
+    root: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    real = Root.read_commits
+
+    async def begin_another(self: Root, opened: OpenSource, names: Any) -> Any:
+        await self.claim_generation(opened, restored_from=None, world_size=1)
+        return await real(self, opened, names)
+
+    async def is_superseded(*_: object) -> bool:
+        return True
+
+    def arm(*_: object) -> Generator[Any, Any, dict[StepName, int]]:
+        # After the dry run: before the first or the second look for a later run.
+        if is_late:
+            monkeypatch.setattr(Root, "is_superseded", is_superseded)
+        else:
+            monkeypatch.setattr(Root, "read_commits", begin_another)
+        yield from ()
+        return {}
+
+    monkeypatch.setattr("actorsnap.cli_roots._measure", arm)
+    ended = run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes")
+    assert ended.code == 1
+    assert "another job began to save here" in ended.err
+    assert len(names(root)) == 4
+    assert not [*root.glob(".manager/deleting/*")]
+
+
+def test_a_manager_does_not_count_what_the_shell_began_to_delete(root: Path) -> None:
+    running = manager(root, keep=keep.all(), min_valid=1)
+    running.restore_latest()
+    running.maybe_save(400)
+    running.wait()
+    # It has read all commit objects; then another process is killed in a deletion.
+    running.explain()
+    assert running.all_steps() == [0, 100, 200, 300, 400]
+    (root / name(200) / "actorsnap.json").unlink()
+    intent = root / intent_key(StepName(200, 1))
+    intent.parent.mkdir(exist_ok=True)
+    intent.write_bytes(encode_record(DeleteIntent(attempt="a", generation=1, reason="test")))
+    assert running.all_steps() == [0, 100, 300, 400]
+    running.close()
+
+
+# Policies -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("texts", "policy"),
+    [
+        (["all"], keep.all()),
+        (["last:3"], keep.last(3)),
+        (["best:loss:min"], keep.best("loss", "min")),
+        (["best:val/top:5:max:2"], keep.best("val/top:5", "max", n=2)),
+        (["every:1000", "last:1"], keep.every(steps=1000) | keep.last(1)),
+        (["at:5,10"], keep.at([5, 10])),
+        (["newer_than:2d"], keep.newer_than(2 * 86400)),
+        (["newer_than:90min"], keep.newer_than(90 * 60)),
+        (["thinned:hourly=24,daily=7"], keep.thinned(hourly=24, daily=7)),
+    ],
+)
+def test_policies(texts: list[str], policy: Policy) -> None:
+    def comparable(found: Policy) -> str:
+        return re.sub(r"datetime.timedelta\((.*?)\)", lambda m: _seconds(m[1]), repr(found))
+
+    assert comparable(parse_policies(texts)) == comparable(policy)
+
+
+def _seconds(arguments: str) -> str:
+    units = {"days": 86400, "seconds": 1}
+    parts = dict(part.split("=") for part in arguments.split(", "))
+    return str(sum(units[unit] * int(number) for unit, number in parts.items()))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "last", "last:", "last:x", "last:0", "lsat:3", "all:1", "best:loss", "best:loss:low"),
+        *("every:0", "at:", "at:1,x", "newer_than:2", "newer_than:0s", "thinned:", "newer_than:.d"),
+        *("thinned:hourly", "thinned:secondly=3", "thinned:daily=0"),
+    ],
+)
+def test_what_is_no_policy(text: str) -> None:
+    with pytest.raises(UsageError):
+        parse_policies([text])
