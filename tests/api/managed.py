@@ -30,7 +30,7 @@ P = ParamSpec("P")
 
 OPTIONS = Options(fsync=False)
 LAST_STEP = 5
-BEST_STEP = 1
+BEST_STEP = 2
 KEEP = keep.last(2) | keep.best("loss", "min")
 MIN_VALID = 2
 
@@ -266,9 +266,7 @@ def parents_at(root: Path) -> dict[int, StepName | None]:
         decode_record(path.read_bytes(), RunRecord, path.name)
         for path in (root / run_key(1)).parent.glob("*.json")
     ]
-    return {
-        record.generation: StepName.parse(record.restored_from or "") for record in records
-    }
+    return {record.generation: StepName.parse(record.restored_from or "") for record in records}
 
 
 def timeline_of(names: Collection[StepName], root: Path) -> list[StepName]:
@@ -302,7 +300,7 @@ def assert_no_rest(root: Path) -> None:
     assert {*snapshots_at(root)} == whole_at(root)
     files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     rest = {path for path in files if not StepName.parse(path.partition("/")[0])}
-    assert rest == {run_key(generation) for generation in parents_at(root)}
+    assert rest == {run_key(generation) for generation in parents_at(root)}, rest
     assert not [path for path in files if path.endswith(".tmp")]
 
 

@@ -1,6 +1,6 @@
 """A managed run that is killed, or whose storage fails, at every operation; and two managers.
 
-The run makes six saves and a rewind, and deletes what its policy gives up. See ``tests.api.managed``.
+The run makes six saves and a rewind, and deletes what its policy gives up: ``tests.api.managed``.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ def test_killed_at_an_operation(
     for at in itertools.count(1, stride):
         root, log = tmp_path / str(at) / "run", tmp_path / f"{at}.log"
         arguments = {"root": str(root), "log": str(log)}
-        ending = zygote.call(
-            "run_and_die", at=at, when=when, writes_only=writes_only, **arguments
-        )
+        ending = zygote.call("run_and_die", at=at, when=when, writes_only=writes_only, **arguments)
         managed.assert_none_lost(root, log)
         expected = managed.timeline_of(managed.committed_in(log), root)[-1:]
         said = zygote.call("resume", **arguments).result()
@@ -58,5 +56,5 @@ def test_killed_at_an_operation(
         if not ending.was_killed:
             ending.result()
             break
-    assert at > (60 if writes_only else 200)
+    assert at > (35 if writes_only else 100)
     assert found >= {None, "step-0000000001.g1", "step-0000000003.g1", "step-0000000004.g2"}
