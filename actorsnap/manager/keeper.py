@@ -7,7 +7,7 @@ from typing import Any
 
 import anyio
 
-from actorsnap.errors import ActorSnapError, FormatError, NoValidSnapshot, describe
+from actorsnap.errors import ActorSnapError, FormatError, NotASnapshot, NoValidSnapshot, describe
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import DeleteIntent, StepName
 from actorsnap.log import Log
@@ -268,7 +268,8 @@ def why_damaged(root: Root, name: StepName, level: str) -> Script[str]:
     except ActorSnapError as error:
         if not is_damage(error):
             raise
-        return UNFINISHED if getattr(error, "found", "") in ("absent", "unfinished") else str(error)
+        # Only commit objects count, whatever else is there.
+        return UNFINISHED if isinstance(error, NotASnapshot) else str(error)
     return "" if report.ok else damage_of(report.problems, name)
 
 
