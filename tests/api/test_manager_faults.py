@@ -41,7 +41,7 @@ def zygote() -> Iterator[Zygote]:
 @pytest.mark.parametrize(
     ("when", "writes_only", "stride"),
     [
-        ("after", True, 2),
+        ("after", True, 3),
         pytest.param("before", True, 1, marks=slow),
         pytest.param("after", True, 1, marks=slow),
         pytest.param("before", False, 1, marks=slow),
@@ -70,17 +70,18 @@ def test_killed_at_an_operation(
         if not ending.was_killed:
             ending.result()
             break
-    assert at > (35 if writes_only else 100)
-    assert found >= {None, "step-0000000001.g1", "step-0000000003.g1", "step-0000000004.g2"}
+    assert at > (30 if writes_only else 100)
+    assert {None, "step-0000000004.g2"} < found
 
 
 # Failing operations
 
 
+@pytest.mark.blocking  # the log of commits
 @pytest.mark.parametrize(
     ("when", "writes_only", "stride"),
     [
-        ("before", True, 2),
+        ("before", True, 3),
         pytest.param("before", False, 1, marks=slow),
         pytest.param("after", False, 1, marks=slow),
     ],
@@ -113,7 +114,7 @@ def test_a_failing_operation(tmp_path: Path, when: str, writes_only: bool, strid
         if struck is None:
             break
     assert num_kept >= (3 if writes_only else 8)
-    assert at > (35 if writes_only else 100)
+    assert at > (30 if writes_only else 100)
 
 
 def test_a_deletion_that_is_denied(tmp_path: Path) -> None:
