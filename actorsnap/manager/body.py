@@ -319,7 +319,7 @@ class ManagerBody:
     def _wait_for_pending(self) -> Script[None]:
         """Waits for the saves only. Ends alike on all ranks."""
         failure: ActorSnapError | None = None
-        while self._pending:
+        for _ in [*self._pending]:  # one that is not over, as in a fork, stays
             try:
                 yield from self._wait_for_oldest()
             except ActorSnapError as error:

@@ -9,7 +9,8 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -155,6 +156,13 @@ class TallyStorage(Wrapper):
         self._tally.end(operation, is_struck)
 
 
+@contextmanager
+def tallied(tally: Tally) -> Iterator[None]:
+    """Within, ``faulty://`` URLs count."""
+    with faulty(lambda inner: TallyStorage(inner, tally)):
+        yield
+
+
 def die(operation: Operation) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -214,7 +222,7 @@ def run_with_rewind(trainer: Trainer) -> None:
 def run_and_die(root: str, log: str, at: int, when: str, writes_only: bool) -> list[str]:
     """Returns the paths of all operations, if it survived."""
     tally = Tally(at=at, when=when, strike=die, writes_only=writes_only, log=Path(log))
-    with faulty(lambda inner: TallyStorage(inner, tally)):
+    with tallied(tally):
         run_with_rewind(Trainer(faulty_url(root)))
     return [f"{operation.verb} {operation.path}" for operation in tally.operations]
 
@@ -222,7 +230,7 @@ def run_and_die(root: str, log: str, at: int, when: str, writes_only: bool) -> l
 def resume(root: str, log: str) -> dict[str, Any]:
     """The next process: continues where the last one ended, and reports what it found."""
     tally = Tally(log=Path(log))
-    with faulty(lambda inner: TallyStorage(inner, tally)):
+    with tallied(tally):
         trainer = Trainer(faulty_url(root))
         found = trainer.manager.restore_latest()
         if found is not None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import anyio.to_thread
 import pytest
@@ -91,7 +92,7 @@ def test_a_failing_operation(tmp_path: Path, when: str, writes_only: bool, strid
     for at in itertools.count(1, stride):
         root, log = tmp_path / str(at), tmp_path / f"{at}.log"
         tally = Tally(at=at, when=when, strike=managed.fail, writes_only=writes_only, log=log)
-        with faulty(lambda inner, tally=tally: TallyStorage(inner, tally)):
+        with managed.tallied(tally):
             trainer = Trainer(faulty_url(root))
             errors = managed.run_through(trainer)
         struck = tally.struck
@@ -125,7 +126,7 @@ def test_a_deletion_that_is_denied(tmp_path: Path) -> None:
             raise AccessDenied(op=operation.verb, key=operation.path, backend="b", detail="no")
 
     root = tmp_path / "run"
-    with faulty(lambda inner: TallyStorage(inner, Tally(look=deny))):
+    with managed.tallied(Tally(look=deny)):
         trainer = Trainer(faulty_url(root), keep=keep.last(2))
         trainer.train(*range(6))
         trainer.manager.close()
@@ -147,7 +148,7 @@ def test_a_root_that_denies_all_deletions(tmp_path: Path) -> None:
             raise AccessDenied(op=operation.verb, key=operation.path, backend="b", detail="no")
 
     root = tmp_path / "run"
-    with faulty(lambda inner: TallyStorage(inner, Tally(look=deny))):
+    with managed.tallied(Tally(look=deny)):
         trainer = Trainer(faulty_url(root), keep=keep.last(2))
         trainer.train(*range(5))
         trainer.manager.close()
@@ -164,15 +165,14 @@ def test_a_failed_save_is_raised_once(tmp_path: Path) -> None:
 
     root = tmp_path / "run"
     for name in ("maybe_save", "wait", "close"):
-        with faulty(lambda inner: TallyStorage(inner, Tally(look=strike))):
+        with managed.tallied(Tally(look=strike)):
             trainer = Trainer(faulty_url(root / name), save=every.at([0, 1, 3]))
             trainer.train(0, 1, 2)
-            call: dict[str, Callable[[], object]] = {
-                "maybe_save": lambda trainer=trainer: trainer.manager.maybe_save(3),
-                "wait": trainer.manager.wait,
-                "close": trainer.manager.close,
-            }
-            error = managed.silently(call[name])
+            manager = trainer.manager
+            call = (
+                partial(manager.maybe_save, 3) if name == "maybe_save" else getattr(manager, name)
+            )
+            error = managed.silently(call)
             assert error is not None
             assert "a scripted fault" in str(error)
             if name != "close":
@@ -195,7 +195,7 @@ def test_a_fresh_start_that_committed_nothing_hides_nothing(tmp_path: Path) -> N
         if operation.folder and operation.verb == "put_if_absent":
             managed.fail(operation)
 
-    with faulty(lambda inner: TallyStorage(inner, Tally(look=strike))):
+    with managed.tallied(Tally(look=strike)):
         second = Trainer(faulty_url(root))
         second.train(0)
         assert managed.silently(second.manager.close) is not None
@@ -304,9 +304,7 @@ def test_a_superseded_manager_deletes_nothing_more(tmp_path: Path, stride: int) 
             second.manager.wait()
             seen.append(len(tally.operations))
 
-        with faulty(
-            lambda inner, tally=tally, at=at, work=supersede: Interposing(inner, tally, at, work)
-        ):
+        with faulty(partial(Interposing, tally=tally, at=at, work=supersede)):
             pruned = Trainer(faulty_url(root), keep=keep.all(), min_valid=1)
             # Takes a generation without a save of its own.
             pruned.manager._body._generation = 1
@@ -337,7 +335,10 @@ def test_a_superseded_manager_deletes_nothing_more(tmp_path: Path, stride: int) 
 
 def test_nothing_due_makes_no_request(tmp_path: Path) -> None:
     tally = Tally()
-    settings = {"save": every.steps(10**6) | every.at([10**6 + 1]), "keep": keep.last(1)}
+    settings: dict[str, Any] = {
+        "save": every.steps(10**6) | every.at([10**6 + 1]),
+        "keep": keep.last(1),
+    }
 
     async def run() -> None:
         manager = asynchronous.CheckpointManager(faulty_url(tmp_path / "a"), {}, **settings)
@@ -345,7 +346,7 @@ def test_nothing_due_makes_no_request(tmp_path: Path) -> None:
             assert not await manager.maybe_save(step, metrics={"loss": 0.0})
         await manager.close()
 
-    with faulty(lambda inner: TallyStorage(inner, tally)):
+    with managed.tallied(tally):
         asyncio.run(run())
         manager = CheckpointManager(faulty_url(tmp_path / "b"), {}, **settings)
         for step in range(1, 1000):
