@@ -221,6 +221,7 @@ def run_with_rewind(trainer: Trainer) -> None:
 
 def run_and_die(root: str, log: str, at: int, when: str, writes_only: bool) -> list[str]:
     """Returns the paths of all operations, if it survived."""
+    logging.disable(logging.WARNING)
     tally = Tally(at=at, when=when, strike=die, writes_only=writes_only, log=Path(log))
     with tallied(tally):
         run_with_rewind(Trainer(faulty_url(root)))
@@ -352,6 +353,3 @@ def silently(call: Callable[[], object]) -> ActorSnapError | None:
     except ActorSnapError as error:
         return error
     return None
-
-
-logging.getLogger("actorsnap").setLevel(logging.CRITICAL)
