@@ -77,6 +77,11 @@ def intent_key(name: StepName) -> str:
     return f"{_DELETING}{name}{_JSON}"
 
 
+def is_intent_rest(key: str) -> bool:
+    """Returns whether ``key`` is a temporary of an intent that a killed process did not store."""
+    return key.startswith(_DELETING) and parse_intent_key(key) is None
+
+
 def parse_intent_key(key: str) -> StepName | None:
     """Returns the snapshot's name; None if ``key`` is not an intent's."""
     name = StepName.parse(key.removeprefix(_DELETING).removesuffix(_JSON))

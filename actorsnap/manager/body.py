@@ -223,16 +223,23 @@ class ManagerBody:
         if self._generation is None:
             self._generation = yield from self._begin_run()
         name = StepName(step, self._generation)
-        refusal = yield from self._look_for_successor()
+        refusal: Exception | None = yield from self._look_for_successor()
+        noted: dict[str, Any] = {}
+        try:
+            noted = self._metadata(reason, metrics, metadata)
+            app_state = self._app_state(app_state)
+        except Exception as error:
+            # The other ranks must not wait for this one.
+            refusal = refusal or error
         call = taking.TakeCall(
             path=self.root.snapshot(name).location.url,
-            app_state=self._app_state(app_state),
+            app_state={} if app_state is None else app_state,
             replicated=self._settings.replicated,
             overwrite=False,
             resume=False,
             step=step,
             stage=self._settings.stage if is_async else "eager",
-            metadata=self._metadata(reason, metrics, metadata),
+            metadata=noted,
             storage_options=self._settings.storage_options,
             options=self._options,
             group=self._settings.group,
@@ -266,16 +273,21 @@ class ManagerBody:
         generation: int = yield from self._announce(CallKind.BEGIN_RUN, claim)
         return generation
 
-    def _look_for_successor(self) -> Script[RootTaken | None]:
+    def _look_for_successor(self) -> Script[ActorSnapError | None]:
+        """Returns on rank 0 why nothing may be saved."""
         if not self._is_keeper:
             return None
         generation = self._generation
         assert generation is not None
         keeper = self._find_keeper()
         if not keeper.is_superseded:
-            keeper.is_superseded = yield from self.root.source.perform(
-                "look for a later run", lambda opened: self.root.is_superseded(opened, generation)
-            )
+            try:
+                keeper.is_superseded = yield from self.root.source.perform(
+                    "look for a later run",
+                    lambda opened: self.root.is_superseded(opened, generation),
+                )
+            except ActorSnapError as error:
+                return error
         return RootTaken(url=self.root.url, generation=generation) if keeper.is_superseded else None
 
     def _metadata(
@@ -298,12 +310,24 @@ class ManagerBody:
         Raises:
             ActorSnapError: The first failure. The others are logged.
         """
-        while self._pending:
-            yield from self._wait_for_oldest()
+        yield from self._wait_for_pending()
         if self._keeper is not None:
             keeper = self._keeper
             yield lambda _: keeper.finish_verifying()
             keeper.raise_damage()
+
+    def _wait_for_pending(self) -> Script[None]:
+        """Waits for the saves only. Ends alike on all ranks."""
+        failure: ActorSnapError | None = None
+        for _ in [*self._pending]:  # one that is not over, as in a fork, stays
+            try:
+                yield from self._wait_for_oldest()
+            except ActorSnapError as error:
+                if failure is not None:
+                    logger.error("%s: %s", self.root.url, describe(error))
+                failure = failure or error
+        if failure is not None:
+            raise failure
 
     def _wait_for_oldest(self) -> Script[None]:
         name, save = self._pending[0]
@@ -355,13 +379,14 @@ class ManagerBody:
         state = self._app_state(app_state)
         # A partial restore of a damaged snapshot would leave its values in the app state.
         level = valid if strict else "full"
-        yield from self.wait()
+        yield from self._wait_for_pending()
         search = Search(self.root, level, allow_fresh)
         failure: Exception | None = None
         while True:
 
             def find(failure: Exception | None = failure) -> Script[Any]:
-                return search.following(failure)
+                yield from self._finish_keeping()
+                return (yield from search.following(failure))
 
             found = yield from self._announce(CallKind.RESTORE_LATEST, find)
             name = StepName.parse(found["name"])
@@ -381,9 +406,10 @@ class ManagerBody:
         self._check_open()
         check_step(step)
         state = self._app_state(app_state)
-        yield from self.wait()
+        yield from self._wait_for_pending()
 
         def find() -> Script[Any]:
+            yield from self._finish_keeping()
             infos = yield from self.steps(is_complete=True)
             named = [info for info in infos if info.step == step]
             whole = [info for info in named if info.state == "committed"]
@@ -400,6 +426,12 @@ class ManagerBody:
         assert name is not None
         report = yield from self._restore(name, state, strict)
         return self._continue_from(name, report, ())
+
+    def _finish_keeping(self) -> Script[None]:
+        """What will be restored must not be deleted in the meantime."""
+        if self._keeper is not None:
+            keeper = self._keeper
+            yield lambda _: keeper.finish(math.inf)
 
     def _restore(self, name: StepName, state: AppState, strict: bool) -> Script[RestoreReport]:
         settings = self._settings
@@ -431,26 +463,29 @@ class ManagerBody:
         async def perform(opened: OpenSource) -> list[StepInfo]:
             listing = await self.root.list(opened)
             commits = await self.root.read_commits(opened, listing.names)
-            found = [self._info(name, listing, commits) for name in _ordered(listing)]
+            run = {*current_timeline(listing, commits)}
+            found = [
+                self._info(name, commits.get(name), name in run, name in listing.intents)
+                for name in _ordered(listing)
+            ]
             return [info for info in found if is_complete or info.state == "committed"]
 
         return (yield from self.root.source.perform("list", perform))
 
     def _info(
-        self, name: StepName, listing: Listing, commits: Mapping[StepName, Commit | FormatError]
+        self, name: StepName, commit: Commit | FormatError | None, is_in_run: bool, is_doomed: bool
     ) -> StepInfo:
-        commit = commits.get(name)
         url = self.root.snapshot(name).location.display_url
         if not isinstance(commit, Commit):
             state = "unfinished" if commit is None else "damaged"
-            state = "deleting" if commit is None and name in listing.intents else state
+            state = "deleting" if commit is None and is_doomed else state
             return StepInfo(step=name.step, url=url, name=name, state=state)
         stored = stored_step(name, commit)
         return StepInfo(
             step=name.step,
             url=url,
             name=name,
-            state="committed" if name in current_timeline(listing) else "abandoned",
+            state="committed" if is_in_run else "abandoned",
             created_s=stored.created_s,
             metrics=stored.metrics,
         )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import anyio
 
-from actorsnap.errors import ActorSnapError, FormatError, NoValidSnapshot, describe
+from actorsnap.errors import ActorSnapError, FormatError, NotASnapshot, NoValidSnapshot, describe
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import DeleteIntent, StepName
 from actorsnap.log import Log
@@ -38,10 +38,10 @@ class Search:
         self._root = root
         self._level = level
         self._allow_fresh = allow_fresh
-        self._candidates: list[StepName] | None = None
+        self._listing: Listing | None = None
         self._current: StepName | None = None
-        self._num_unfinished = 0
-        self._skipped: list[tuple[str, str]] = []
+        self._unfinished: set[StepName] = set()
+        self._damaged: dict[StepName, str] = {}
 
     def following(self, failure: Exception | None) -> Script[Any]:
         """Returns the next candidate, after ``failure`` of the one before.
@@ -54,26 +54,44 @@ class Search:
             if not is_damage(failure):
                 raise failure
             assert self._current is not None
-            self._skip(self._current, describe(failure))
-        if self._candidates is None:
-            self._candidates = yield from self._root.source.perform("find the latest", self._list)
-        while self._candidates:
-            self._current = self._candidates.pop()
+            self._damaged[self._current] = describe(failure)
+        if self._listing is None:
+            self._listing = yield from self._root.source.perform("find the latest", self._root.list)
+        listing = self._listing
+        while True:
+            # A fresh start that committed nothing abandons nothing.
+            names = {*listing.names} - self._unfinished
+            candidates = [n for n in current_timeline(listing, names) if n not in self._damaged]
+            if not candidates:
+                break
+            self._current = candidates[-1]
             why = yield from why_damaged(self._root, self._current, self._level)
             if not why:
                 return {"name": str(self._current), "skipped": self._skipped}
-            if why != UNFINISHED:
-                self._skip(self._current, why)
-        if self._skipped and not self._allow_fresh:
-            raise NoValidSnapshot(url=self._root.url, skipped=self._skipped)
+            if why == UNFINISHED:
+                self._unfinished.add(self._current)
+            else:
+                self._damaged[self._current] = why
+        if not self._allow_fresh:
+            yield from self._check_fresh([name for name in names if name not in self._damaged])
         return {"name": "", "skipped": self._skipped}
 
-    async def _list(self, opened: OpenSource) -> list[StepName]:
-        listing = await self._root.list(opened)
-        return current_timeline(listing)
+    def _check_fresh(self, abandoned: list[StepName]) -> Script[None]:
+        """Raises NoValidSnapshot if anything was committed."""
+        if not self._damaged and abandoned:
+            stored = yield from self._root.source.perform(
+                "find the latest", lambda opened: self._root.read_commits(opened, abandoned)
+            )
+            self._damaged = dict.fromkeys(stored, "abandoned: the run continued another snapshot")
+        if self._damaged:
+            raise NoValidSnapshot(url=self._root.url, skipped=self._skipped)
 
-    def _skip(self, name: StepName, why: str) -> None:
-        self._skipped.append((self._root.snapshot(name).location.display_url, why))
+    @property
+    def _skipped(self) -> list[tuple[str, str]]:
+        return [
+            (self._root.snapshot(name).location.display_url, why)
+            for name, why in self._damaged.items()
+        ]
 
 
 class Keeper:
@@ -88,6 +106,7 @@ class Keeper:
         self.is_superseded = False
         self.verified: int | None = None
         self.failed: dict[StepName, Exception] = {}
+        self._in_flight: set[StepName] = set()
         self._valid: set[StepName] = set()
         self._damaged: dict[StepName, str] = {}
         self._unreported: list[str] = []
@@ -97,6 +116,7 @@ class Keeper:
 
     def watch(self, name: StepName, save: Save) -> None:
         """Verifies the save after its commit, and runs a pass."""
+        self._in_flight.add(name)
         call = Host.get().submit(self._verify(name, save))
         self._verifying.add(call)
         call.future.add_done_callback(lambda _: self._verifying.discard(call))
@@ -107,10 +127,14 @@ class Keeper:
         return self._damaged
 
     def end_run(self) -> None:
+        """After a restore: the next save begins another run, which supersedes all others."""
         self.generation = None
+        self.is_superseded = False
+        self._unreported = []
 
     async def _verify(self, name: StepName, save: Save) -> None:
         await wait_done(save.finished)
+        self._in_flight.discard(name)
         if save.finished.exception() is not None:
             return
         host = Host.get()
@@ -142,7 +166,8 @@ class Keeper:
     async def finish(self, timeout_s: float) -> None:
         """Waits for passes that have begun; the next manager finishes deletions."""
         with anyio.move_on_after(timeout_s):
-            for call in [*self._verifying, *self._passes]:
+            await self.finish_verifying()  # which begins passes
+            for call in [*self._passes]:
                 await wait_done(call.future)
         for call in [*self._passes]:
             call.cancel()
@@ -169,7 +194,7 @@ class Keeper:
         commits = await self._root.read_commits(opened, listing.names)
         steps = [
             stored_step(name, commit)
-            for name in current_timeline(listing)
+            for name in current_timeline(listing, commits)
             if isinstance(commit := commits.get(name), Commit) and name not in self._damaged
         ]
         steps = await self._verify_newest(steps)
@@ -191,8 +216,11 @@ class Keeper:
             intents[name] = DeleteIntent(
                 attempt=commit.attempt, generation=generation, reason=reason
             )
-        result = await self._root.delete(opened, intents, generation)
-        await self._finish_older(opened, listing, commits, result)
+        rests = self._rests(listing, commits, generation) - {*doomed}
+        result = await self._root.delete(opened, intents, rests, generation)
+        if listing.temporaries and not result.is_superseded:
+            await opened.storage.delete([*listing.temporaries])
+        self.is_superseded = self.is_superseded or result.is_superseded
         self.failed = result.failed
         self._valid.difference_update(result.deleted)
         for name, error in result.failed.items():
@@ -216,20 +244,19 @@ class Keeper:
             missing -= 1
         return [stored for stored in steps if stored.name not in damaged]
 
-    async def _finish_older(
-        self,
-        opened: OpenSource,
-        listing: Listing,
-        commits: Mapping[StepName, Commit | FormatError],
-        result: Deletions,
-    ) -> None:
-        """Finishes deletions that a killed process began."""
-        for name in {*listing.intents} - {*result.deleted} - {*result.failed}:
-            if name not in commits:
-                try:
-                    await self._root.finish_delete(opened, name)
-                except Exception as error:
-                    result.failed[name] = error
+    def _rests(
+        self, listing: Listing, commits: Mapping[StepName, Commit | FormatError], generation: int
+    ) -> set[StepName]:
+        """Returns deletions and saves that did not end: no later save takes these names."""
+        own = [name.step for name in commits if name.generation == generation]
+        newest = (generation, max(own, default=-1))
+        unfinished = {
+            name
+            for name in {*listing.names, *listing.intents} - {*commits} - self._in_flight
+            if (name.generation, name.step) < newest
+        }
+        kept = {name for name in listing.intents if isinstance(commits.get(name), Commit)}
+        return unfinished | kept
 
 
 UNFINISHED = "unfinished"
@@ -246,15 +273,16 @@ def why_damaged(root: Root, name: StepName, level: str) -> Script[str]:
     except ActorSnapError as error:
         if not is_damage(error):
             raise
-        return UNFINISHED if getattr(error, "found", "") in ("absent", "unfinished") else str(error)
+        # Only commit objects count, whatever else is there.
+        return UNFINISHED if isinstance(error, NotASnapshot) else str(error)
     return "" if report.ok else damage_of(report.problems, name)
 
 
-def current_timeline(listing: Listing) -> list[StepName]:
+def current_timeline(listing: Listing, committed: Collection[StepName]) -> list[StepName]:
     """Returns the names of the current timeline, oldest first."""
     parents = listing.parents
-    newest = current_generation(listing.names, parents)
-    return [] if newest is None else timeline(listing.names, parents, newest)
+    newest = current_generation(committed, parents)
+    return [] if newest is None else timeline(committed, parents, newest)
 
 
 def _reason(policy: KeepPolicy) -> str:

@@ -4,16 +4,18 @@ Names and records are in ``format.steps``. A name is never reused for other cont
 objects and records of runs are read once per process.
 
 Deletion of a snapshot: an intent, a second look, the commit object, the other objects, the intent.
-A process killed in between leaves an intent, and the next pass of any manager continues.
+A process killed in between leaves an intent or a folder without a commit object, and the next pass
+of any manager continues.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime
+from functools import partial
 
 from actorsnap.actors.abandonable import first_error
 from actorsnap.actors.snapshot_reader import find_commit
@@ -33,6 +35,7 @@ from actorsnap.format.steps import (
     decode_record,
     encode_record,
     intent_key,
+    is_intent_rest,
     parse_intent_key,
     parse_run_key,
     run_key,
@@ -62,11 +65,13 @@ class Listing:
         names: Folders with a snapshot's name.
         runs: By generation; only those whose snapshots may be in a timeline.
         intents: Deletions that have begun.
+        temporaries: Keys of intents that a killed process did not store.
     """
 
     names: Collection[StepName]
     runs: Mapping[int, RunRecord]
     intents: Collection[StepName]
+    temporaries: Collection[str] = ()
 
     @property
     def parents(self) -> dict[int, StepName | None]:
@@ -88,10 +93,12 @@ class Deletions:
     Attributes:
         deleted: Snapshots that are gone.
         failed: By name, those that are still there, or partly.
+        is_superseded: A later manager has begun a run, so some were not deleted.
     """
 
     deleted: list[StepName] = field(default_factory=list)
     failed: dict[StepName, Exception] = field(default_factory=dict)
+    is_superseded: bool = False
 
 
 class Root:
@@ -124,6 +131,7 @@ class Root:
         storage = opened.storage
         names: list[StepName] = []
         intents: list[StepName] = []
+        temporaries: list[str] = []
         generations: list[int] = []
 
         async def list_names() -> None:
@@ -137,6 +145,8 @@ class Root:
                     generations.append(generation)
                 elif intent is not None:
                     intents.append(intent)
+                elif is_intent_rest(info.key):
+                    temporaries.append(info.key)
 
         await for_each([list_names, list_records], lambda look: look(), at_once=2)
 
@@ -154,7 +164,7 @@ class Root:
         new = [each for each in generations if each not in self._runs]
         await for_each(new, read, at_once=2 * MAX_SMALL_READS)
         runs = {each: self._runs[each] for each in generations if each in self._runs}
-        return Listing(names=names, runs=runs, intents=intents)
+        return Listing(names=names, runs=runs, intents=intents, temporaries=temporaries)
 
     async def read_commits(
         self, opened: OpenSource, names: Iterable[StepName]
@@ -221,51 +231,43 @@ class Root:
         self,
         opened: OpenSource,
         doomed: Mapping[StepName, DeleteIntent],
+        rests: Collection[StepName],
         generation: int,
     ) -> Deletions:
         """Deletes snapshots, unless the manager is superseded. A failure does not stop the others.
 
-        Raises:
-            StorageError: The root cannot be looked at; nothing was deleted.
+        Args:
+            rests: Names of which folders without a commit object go, and intents.
         """
         storage, result = opened.storage, Deletions()
 
         async def intend(name: StepName) -> None:
-            try:
-                await storage.put(intent_key(name), [memoryview(encode_record(doomed[name]))])
-            except ActorSnapError as error:
-                result.failed[name] = error
-
-        await for_each(doomed, intend, at_once=MAX_SMALL_READS)
-        if await self.is_superseded(opened, generation):
-            await storage.delete([intent_key(name) for name in doomed])
-            return Deletions()
+            await storage.put(intent_key(name), [memoryview(encode_record(doomed[name]))])
 
         async def delete(name: StepName) -> None:
+            commit = await find_commit(storage, folder=str(name))
+            # As late as possible: what a later manager restores from must not go.
+            if await self.is_superseded(opened, generation):
+                result.is_superseded = True
+            elif commit is None or (name in doomed and commit.attempt == doomed[name].attempt):
+                if commit is not None:
+                    await storage.delete([f"{name}/{COMMIT_KEY}"])
+                await storage.delete_folder(str(name))
+                self._commits.pop(name, None)
+                if name in doomed:
+                    result.deleted.append(name)
+            await storage.delete([intent_key(name)])
+
+        async def attempt(work: Callable[[StepName], Awaitable[None]], name: StepName) -> None:
             try:
-                await self._delete_one(opened, name, doomed[name])
+                await work(name)
             except Exception as error:
                 result.failed[name] = error
-            else:
-                result.deleted.append(name)
 
-        remaining = [name for name in doomed if name not in result.failed]
-        await for_each(remaining, delete, at_once=MAX_SMALL_READS)
+        await for_each(doomed, partial(attempt, intend), at_once=MAX_SMALL_READS)
+        remaining = [name for name in (*doomed, *rests) if name not in result.failed]
+        await for_each(remaining, partial(attempt, delete), at_once=MAX_SMALL_READS)
         return result
-
-    async def _delete_one(self, opened: OpenSource, name: StepName, intent: DeleteIntent) -> None:
-        commit = await find_commit(opened.storage, folder=str(name))
-        if commit is not None and commit.attempt == intent.attempt:
-            await opened.storage.delete([f"{name}/{COMMIT_KEY}"])
-            commit = None
-        if commit is None:
-            await self.finish_delete(opened, name)
-
-    async def finish_delete(self, opened: OpenSource, name: StepName) -> None:
-        """Deletes what is left of a snapshot without a commit object, then its intent."""
-        await opened.storage.delete_folder(str(name))
-        await opened.storage.delete([intent_key(name)])
-        self._commits.pop(name, None)
 
 
 def stored_step(name: StepName, commit: Commit) -> StoredStep:

@@ -1,8 +1,8 @@
 """Real processes in milliseconds: a helper process that has imported everything, and forks.
 
 Importing torch takes seconds, and a process with threads should not be forked. The zygote
-imports, never starts the runtime, and forks a child for each call of a function of
-``tests.api.children``. ``python -m tests.api.zygote`` is its main program; it speaks JSON lines.
+imports, never starts the runtime, and forks a child for each call of a function of a module.
+``python -m tests.api.zygote MODULE`` is its main program; it speaks JSON lines.
 """
 
 from __future__ import annotations
@@ -54,11 +54,18 @@ class Ending:
 
 
 class Zygote:
-    """The near end. Use as a context manager."""
+    """The near end. Use as a context manager.
+
+    Args:
+        module: Where the functions are that children call.
+    """
+
+    def __init__(self, module: str = "tests.api.children") -> None:
+        self._module = module
 
     def __enter__(self) -> Zygote:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.api.zygote"],
+            [sys.executable, "-m", "tests.api.zygote", self._module],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -87,7 +94,7 @@ class Zygote:
         return Ending(**json.loads(line))
 
     def call(self, function: str, **arguments: Any) -> Ending:
-        """Runs a function of ``tests.api.children`` in a fresh process."""
+        """Runs a function of the module in a fresh process."""
         self.start(function, **arguments)
         return self.end()
 
@@ -119,7 +126,7 @@ def _run_forked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict
 
 
 def _main() -> None:
-    children = importlib.import_module("tests.api.children")
+    children = importlib.import_module(sys.argv[1])
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what children print must not look like an answer
     for line in sys.stdin:

@@ -1,0 +1,355 @@
+"""A managed run that is killed, or whose storage fails, at every operation; and two managers.
+
+The run makes six saves and a rewind, and deletes what its policy gives up: ``tests.api.managed``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Awaitable, Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, ParamSpec, TypeVar
+
+import anyio.to_thread
+import pytest
+
+from actorsnap import AccessDenied, NoValidSnapshot, RootTaken
+from actorsnap import manager as asynchronous
+from actorsnap.format.steps import StepName
+from actorsnap.manager import every, keep
+from actorsnap.manager.sync import CheckpointManager
+from actorsnap.storage.base import Storage
+from actorsnap.storage.wrapper import without_blocking_io
+from tests.api import managed
+from tests.api.faults import faulty, faulty_url
+from tests.api.managed import Operation, Tally, TallyStorage, Trainer
+from tests.api.zygote import Zygote
+
+T = TypeVar("T")
+P = ParamSpec("P")
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    with Zygote("tests.api.managed") as zygote:
+        yield zygote
+
+
+@pytest.mark.parametrize(
+    ("when", "writes_only", "stride"),
+    [
+        ("after", True, 3),
+        pytest.param("before", True, 1, marks=slow),
+        pytest.param("after", True, 1, marks=slow),
+        pytest.param("before", False, 1, marks=slow),
+        pytest.param("after", False, 1, marks=slow),
+    ],
+)
+def test_killed_at_an_operation(
+    zygote: Zygote, tmp_path: Path, when: str, writes_only: bool, stride: int
+) -> None:
+    found = set()
+    for at in itertools.count(1, stride):
+        root, log = tmp_path / str(at) / "run", tmp_path / f"{at}.log"
+        arguments = {"root": str(root), "log": str(log)}
+        ending = zygote.call("run_and_die", at=at, when=when, writes_only=writes_only, **arguments)
+        managed.assert_none_lost(root, log)
+        expected = managed.timeline_of(managed.committed_in(log), root)[-1:]
+        said = zygote.call("resume", **arguments).result()
+        assert said["found"] == (str(expected[0]) if expected else None), at
+        assert said["skipped"] == []
+        if expected:
+            # Saved by the first process before the rewind, or after it.
+            assert said["state"] == [expected[0].step, expected[0].generation - 1]
+        managed.assert_none_lost(root, log)
+        managed.assert_only_kept(root, log, StepName.parse(said["found"] or ""))
+        found.add(said["found"])
+        if not ending.was_killed:
+            ending.result()
+            break
+    assert at > (30 if writes_only else 100)
+    assert {None, "step-0000000004.g2"} < found
+
+
+# Failing operations
+
+
+@pytest.mark.blocking  # the log of commits
+@pytest.mark.parametrize(
+    ("when", "writes_only", "stride"),
+    [
+        ("before", True, 3),
+        pytest.param("before", False, 1, marks=slow),
+        pytest.param("after", False, 1, marks=slow),
+    ],
+)
+def test_a_failing_operation(tmp_path: Path, when: str, writes_only: bool, stride: int) -> None:
+    num_kept = 0
+    for at in itertools.count(1, stride):
+        root, log = tmp_path / str(at), tmp_path / f"{at}.log"
+        tally = Tally(at=at, when=when, strike=managed.fail, writes_only=writes_only, log=log)
+        with managed.tallied(tally):
+            trainer = Trainer(faulty_url(root))
+            errors = managed.run_through(trainer)
+        struck = tally.struck
+        assert all("a scripted fault" in str(error) for error in errors), errors
+        if struck is None:
+            assert errors == []
+        elif struck.is_keeping:
+            num_kept += 1
+            assert errors == [], struck
+        elif struck.is_writing:
+            assert len(errors) == 1, struck
+        else:
+            assert len(errors) <= 1, struck
+        managed.assert_none_lost(root, log)
+        expected = managed.timeline_of(managed.committed_in(log), root)[-1]
+        said = managed.resume(str(root), str(log))
+        assert said["found"] == str(expected), struck
+        managed.assert_none_lost(root, log)
+        managed.assert_only_kept(root, log, StepName.parse(said["found"]))
+        if struck is None:
+            break
+    assert num_kept >= (3 if writes_only else 8)
+    assert at > (30 if writes_only else 100)
+
+
+def test_a_deletion_that_is_denied(tmp_path: Path) -> None:
+    """It is shown, stops no other one, and does not concern the trainer."""
+
+    def deny(operation: Operation) -> None:
+        if operation.verb.startswith("delete") and "step-0000000001.g1" in operation.path:
+            raise AccessDenied(op=operation.verb, key=operation.path, backend="b", detail="no")
+
+    root = tmp_path / "run"
+    with managed.tallied(Tally(look=deny)):
+        trainer = Trainer(faulty_url(root), keep=keep.last(2))
+        trainer.train(*range(6))
+        trainer.manager.close()
+        failed = trainer.manager.status().failed_deletes
+    assert [url.rpartition("/")[2] for url in failed] == ["step-0000000001.g1"]
+    assert "AccessDenied" in str(failed)
+    assert {name.step for name in managed.snapshots_at(root)} == {1, 4, 5}
+    again = Trainer(root, keep=keep.last(2))
+    again.manager.restore_latest()
+    again.train(6)
+    again.manager.close()
+    assert {name.step for name in managed.snapshots_at(root)} == {5, 6}
+    managed.assert_no_rest(root)
+
+
+def test_a_root_that_denies_all_deletions(tmp_path: Path) -> None:
+    def deny(operation: Operation) -> None:
+        if operation.verb.startswith("delete"):
+            raise AccessDenied(op=operation.verb, key=operation.path, backend="b", detail="no")
+
+    root = tmp_path / "run"
+    with managed.tallied(Tally(look=deny)):
+        trainer = Trainer(faulty_url(root), keep=keep.last(2))
+        trainer.train(*range(5))
+        trainer.manager.close()
+        assert len(trainer.manager.status().failed_deletes) == 3
+    assert len(managed.whole_at(root)) == 5
+
+
+def test_a_failed_save_is_raised_once(tmp_path: Path) -> None:
+    """By the next save that is due, by ``wait`` or by ``close``; then training goes on."""
+
+    def strike(operation: Operation) -> None:
+        if operation.folder == "step-0000000001.g1" and operation.is_writing:
+            managed.fail(operation)
+
+    root = tmp_path / "run"
+    for name in ("maybe_save", "wait", "close"):
+        with managed.tallied(Tally(look=strike)):
+            trainer = Trainer(faulty_url(root / name), save=every.at([0, 1, 3]))
+            trainer.train(0, 1, 2)
+            manager = trainer.manager
+            call = (
+                partial(manager.maybe_save, 3) if name == "maybe_save" else getattr(manager, name)
+            )
+            error = managed.silently(call)
+            assert error is not None
+            assert "a scripted fault" in str(error)
+            if name != "close":
+                trainer.train(3)
+            trainer.manager.close()
+        steps = {each.step for each in managed.whole_at(root / name)}
+        assert steps == ({0} if name == "close" else {0, 3})
+
+
+# Fresh starts
+
+
+def test_a_fresh_start_that_committed_nothing_hides_nothing(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    first = Trainer(root)
+    first.train(0, 1)
+    first.manager.close()
+
+    def strike(operation: Operation) -> None:
+        if operation.folder and operation.verb == "put_if_absent":
+            managed.fail(operation)
+
+    with managed.tallied(Tally(look=strike)):
+        second = Trainer(faulty_url(root))
+        second.train(0)
+        assert managed.silently(second.manager.close) is not None
+    (root / "step-0000000000.g2").mkdir(exist_ok=True)
+    (root / "step-0000000000.g2" / "rest").write_text("as after a kill")
+    third = Trainer(root)
+    assert third.manager.all_steps() == [0, 1]
+    found = third.manager.restore_latest()
+    assert found is not None
+    assert found.step == 1
+
+
+def test_abandoned_snapshots_are_no_fresh_start(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    first = Trainer(root, keep=keep.all())
+    first.train(0, 1, 2)
+    first.manager.restore(0)
+    first.train(1)
+    first.manager.close()
+    for name in ("step-0000000000.g1", "step-0000000001.g2"):
+        (root / name / "actorsnap.json").unlink()
+    second = Trainer(root)
+    with pytest.raises(NoValidSnapshot, match="abandoned"):
+        second.manager.restore_latest()
+    assert second.manager.restore_latest(allow_fresh=True) is None
+
+
+def test_a_kept_snapshot_loses_its_intent(tmp_path: Path) -> None:
+    """As after a kill between intent and deletion, and another policy."""
+    root = tmp_path / "run"
+    first = Trainer(root, keep=keep.all())
+    first.train(0, 1, 2)
+    intent = root / ".manager/deleting/step-0000000000.g1.json"
+    first.manager.wait()
+    intent.parent.mkdir()
+    intent.write_text("{}")
+    first.train(3)
+    first.manager.close()
+    assert first.manager.all_steps() == [0, 1, 2, 3]
+    managed.assert_no_rest(root)
+
+
+# Two managers
+
+
+def test_two_managers_in_turns(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    one, other = Trainer(root), Trainer(root)
+    step = 0
+    one.train(step)
+    for turn in range(4):
+        earlier, later = (one, other) if turn % 2 == 0 else (other, one)
+        earlier.manager.wait()
+        found = later.manager.restore_latest()
+        assert found is not None
+        assert found.step == step
+        assert not later.manager.status().is_superseded
+        later.train(step + 1, step + 2)
+        with pytest.raises(RootTaken):
+            earlier.train(step + 1)
+        step += 2
+    one.manager.close()
+    other.manager.close()
+    assert other.manager.all_steps()[-1] == step
+    assert len(managed.snapshots_at(root)) <= 4  # last(2), the best and the one restored from
+    managed.assert_no_rest(root)
+
+
+class Interposing(TallyStorage):
+    """Runs ``work`` in a thread while the operation number ``at`` waits."""
+
+    def __init__(self, inner: Storage, tally: Tally, at: int, work: Callable[[], None]) -> None:
+        super().__init__(inner, tally)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self._at = at
+        self._work = work
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op != "aclose" and len(self._tally.operations) + 1 == self._at:
+            self._tally.operations.append(Operation(op, self._folder, key))
+            await anyio.to_thread.run_sync(self._work)
+            return await call(*args, **kwargs)
+        return await super().around(op, key, call, *args, **kwargs)
+
+
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=slow)])
+def test_a_superseded_manager_deletes_nothing_more(tmp_path: Path, stride: int) -> None:
+    """Another manager saves while a pass is at each of its operations."""
+    num_stopped = 0
+    for at in itertools.count(1, stride):
+        root = tmp_path / str(at)
+        first = Trainer(root, keep=keep.all())
+        first.train(0, 1, 2, 3)
+        first.manager.close()
+        second = Trainer(root, keep=keep.all())
+        seen: list[int] = []
+        tally = Tally()
+
+        def supersede(
+            second: Trainer = second, tally: Tally = tally, seen: list[int] = seen
+        ) -> None:
+            assert second.manager.restore_latest() is not None
+            second.train(4)
+            second.manager.wait()
+            seen.append(len(tally.operations))
+
+        with faulty(partial(Interposing, tally=tally, at=at, work=supersede)):
+            pruned = Trainer(faulty_url(root), keep=keep.all(), min_valid=1)
+            # Takes a generation without a save of its own.
+            pruned.manager._body._generation = 1
+            report = pruned.manager.prune(keep.last(1))
+        if seen:
+            struck = tally.operations[at - 1]
+            late = [op for op in tally.operations[seen[0] :] if op.verb.startswith("delete")]
+            gone = [op for op in late if "deleting/" not in op.path]
+            # The operation that waited may have been the last look before a deletion.
+            assert len(gone) <= 2, (struck, gone)
+            assert len({op.path[:18] for op in gone}) <= 1, (struck, gone)
+            num_stopped += len(report.deleted) < 3
+            found = Trainer(root).manager.restore_latest()
+            assert found is not None
+            assert found.step == 4
+            second.train(5)
+            second.manager.close()
+            managed.assert_no_rest(root)
+        else:
+            assert len(report.deleted) == 3
+            break
+    assert num_stopped > 3
+    assert at > 25
+
+
+# Idle
+
+
+def test_nothing_due_makes_no_request(tmp_path: Path) -> None:
+    tally = Tally()
+    settings: dict[str, Any] = {
+        "save": every.steps(10**6) | every.at([10**6 + 1]),
+        "keep": keep.last(1),
+    }
+
+    async def run() -> None:
+        manager = asynchronous.CheckpointManager(faulty_url(tmp_path / "a"), {}, **settings)
+        for step in range(1, 1000):
+            assert not await manager.maybe_save(step, metrics={"loss": 0.0})
+        await manager.close()
+
+    with managed.tallied(tally):
+        asyncio.run(run())
+        manager = CheckpointManager(faulty_url(tmp_path / "b"), {}, **settings)
+        for step in range(1, 1000):
+            assert not manager.maybe_save(step, metrics={"loss": 0.0})
+        manager.close()
+    assert tally.operations == []
