@@ -358,6 +358,43 @@ async def test_the_coordinator_hears_once_of_every_rank_that_begins(
     await nothing(coordinator(saves[0]))
 
 
+class HoldingStore(DictStore):
+    """Holds pushes while it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes = threading.Event()
+        self.goes.set()
+        self.is_holding = threading.Event()
+
+    def queue_push(self, key: str, value: bytes) -> None:
+        if not self.goes.is_set():
+            self.is_holding.set()
+            assert self.goes.wait(60)
+        super().queue_push(key, value)
+
+
+async def test_the_end_of_a_save_does_not_hide_the_begin_of_the_next(open_port: Opener) -> None:
+    """Nor if both wait for a slow store."""
+    store = HoldingStore()
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    with ports[0].begin() as first, ports[1].begin() as other:
+        await other.participant.send(ask(1))
+        assert await received(first.coordinator) == ask(1)
+        store.goes.clear()
+        await other.participant.send(ask(1))
+        await until(store.is_holding.is_set)
+    await until(lambda: not ports[1]._open)
+    following = ports[1].begin(tag=b"t")
+    await until(lambda: 1 in ports[1]._open)
+    await following.participant.send(ask(1, b"following"))
+    store.goes.set()
+    await until(lambda: 1 in ports[0]._kept)
+    save = ports[0].begin()
+    assert await received(save.coordinator) == Began(rank=1, tag=b"t")
+    assert await received(save.coordinator) == ask(1, b"following")
+
+
 def test_only_one_save_follows_another(open_port: Opener) -> None:
     """A call that is renewed and the caller's next one never get the same number."""
 
