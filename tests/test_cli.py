@@ -37,6 +37,7 @@ from actorsnap.sync import Snapshot
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 from tests.state.saved import Part, Saved
+from tests.support.cases import slow
 
 ROOT = Path(__file__).parents[1]
 _DEAD_PID = (1 << 22) + 1
@@ -195,8 +196,9 @@ def test_ls_of_nothing(tmp_path: Path, unfinished: Path) -> None:
         assert ended.out == ""
 
 
-def test_paths_of_ls_are_paths_of_cat(saved: Path) -> None:
-    for line in run("ls", V1).lines:
+@pytest.mark.parametrize("step", [4, slow(1)])
+def test_paths_of_ls_are_paths_of_cat(saved: Path, step: int) -> None:
+    for line in run("ls", V1).lines[::step]:
         path = line.split("\t")[0]
         if "@" in path or "/pickled/" in path or "\\" in path:
             continue
@@ -732,6 +734,7 @@ def test_rm_garbage_next_to_a_damaged_snapshot(
     assert not saved.exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_rm_garbage_asks_on_a_terminal(without_commit: Path, answer: str) -> None:
     incomplete, complete = sorted(os.listdir(without_commit))

@@ -14,6 +14,7 @@ import anyio
 import pytest
 
 from actorsnap import Options, Snapshot, StorageError, sync
+from actorsnap.actors import abandonable
 from actorsnap.runtime.host import Host
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.faults import faulty, faulty_url
@@ -69,6 +70,7 @@ def test_a_system_call_that_hangs(
 ) -> None:
     url = str(tmp_path / "s")
     sync.Snapshot.take(url, state(1), options=Options(fsync=False))
+    monkeypatch.setattr(abandonable, "_GRACE_S", 0.3)
     name, run = SYSTEM_CALLS[call]
     system_call, recovered, hung = getattr(os, name), threading.Event(), threading.Event()
 

@@ -22,6 +22,7 @@ def shell(*arguments: str, code: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.few(1)
 def test_all_commands(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in store.env().items():
         monkeypatch.setenv(name, value)

@@ -17,6 +17,7 @@ from actorsnap.errors import FormatError
 from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
 from tests.ranks.models import MODULES
+from tests.support.cases import slow
 from tests.worlds import ROOT, Director
 
 LEAVES = """
@@ -46,11 +47,11 @@ def _flat(value: Any, prefix: str) -> dict[str, Any]:
     ("num_ranks", "kind"),
     [
         (2, "ddp"),
-        (4, "ddp"),
-        (2, "zero"),
+        slow(4, "ddp"),
+        slow(2, "zero"),
         (2, "fsdp2"),
-        (4, "hsdp"),
-        (2, "tensor_parallel"),
+        slow(4, "hsdp"),
+        slow(2, "tensor_parallel"),
         (4, "fsdp2_and_tp"),
         (3, "sharded_tensor"),
         (2, "pipeline"),
@@ -83,7 +84,12 @@ def test_what_ranks_hold_is_what_is_stored(
 
 @pytest.mark.parametrize(
     ("kind", "offload"),
-    [("ddp", "thread"), ("fsdp2", "thread"), ("fsdp2", "process"), ("two_meshes", "thread")],
+    [
+        ("ddp", "thread"),
+        slow("fsdp2", "thread"),
+        ("fsdp2", "process"),
+        slow("two_meshes", "thread"),
+    ],
 )
 def test_ranks_train_on_while_they_are_staged_lazily(
     director: Director, tmp_path: Path, kind: str, offload: str
@@ -108,6 +114,7 @@ def test_ranks_train_on_while_they_are_staged_lazily(
                 torch.testing.assert_close(stored, value, rtol=0, atol=0, msg=leaf)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("offload", ["thread", "process"])
 def test_a_step_without_a_guard_ends_the_save_on_all_ranks(
     director: Director, tmp_path: Path, offload: str

@@ -21,6 +21,7 @@ from actorsnap.runtime.host import Host, Script, shutdown
 from actorsnap.runtime.process import is_running
 from actorsnap.runtime.script import run_sync
 from tests.conftest import LeakCheck
+from tests.support.cases import slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -76,11 +77,11 @@ def test_a_start_that_fails_leaves_nothing(
     ("method", "ending"),
     [
         ("fork", "raise"),
-        ("forkserver", "raise"),
+        slow("forkserver", "raise"),
         ("spawn", "return"),
-        pytest.param("fork", "return", marks=pytest.mark.slow),
-        pytest.param("forkserver", "return", marks=pytest.mark.slow),
-        pytest.param("spawn", "raise", marks=pytest.mark.slow),
+        slow("fork", "return"),
+        slow("forkserver", "return"),
+        slow("spawn", "raise"),
     ],
 )
 def test_a_multiprocessing_child_finishes_its_snapshots(

@@ -46,6 +46,7 @@ from actorsnap.state.sources import Captured
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.conftest import LeakCheck
+from tests.support.cases import slow
 
 ROOT = Path(__file__).parents[2]
 HELD = ROOT / "tests" / "held"
@@ -409,11 +410,11 @@ def test_an_error_of_the_storage_arrives_with_its_fields_and_cause(
         ("writer", "SystemExit", "store"),
         ("write_at", "CancelledError", "store"),
         ("put", "Unspeakable", "store"),
-        ("put", "Speechless", "store"),
-        ("complete", "Unreadable", "store"),
-        ("write_at", "Mistyped", "store"),
-        ("stat", "Fieldless", "commit"),
-        ("stat", "CancelledError", "commit"),
+        slow("put", "Speechless", "store"),
+        slow("complete", "Unreadable", "store"),
+        slow("write_at", "Mistyped", "store"),
+        slow("stat", "Fieldless", "commit"),
+        slow("stat", "CancelledError", "commit"),
         ("put_if_absent", "BaseExceptionGroup", "commit"),
     ],
 )
@@ -503,9 +504,9 @@ def test_ctrl_c_just_before_a_save_begins(tmp_path: Path, monkeypatch: pytest.Mo
     ("operation", "compression"),
     [
         ("writer", None),
-        ("manifest", None),
+        slow("manifest", None),
         ("manifest", "zstd"),  # what is compressed lies beside the arena, not in it
-        ("commit", None),
+        slow("commit", None),
         ("committed", None),
     ],
 )
@@ -613,7 +614,7 @@ def test_three_saves_that_need_all_memory_wait_for_each_other(tmp_path: Path) ->
     assert [number_at(tmp_path / str(number)) for number in range(3)] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("dies", [False, True])
+@pytest.mark.parametrize("dies", [slow(False), True])
 def test_a_copy_that_fails_here_is_the_saves_error(
     tmp_path: Path, holds: Holds, monkeypatch: pytest.MonkeyPatch, dies: bool
 ) -> None:
@@ -686,7 +687,7 @@ def test_a_process_that_is_not_there_in_time(
 ) -> None:
     """The save ends at its own deadline; the process is there for later ones."""
     monkeypatch.setattr(
-        uploader_client, "_BOOT", f"import time; time.sleep(15); {uploader_client._BOOT}"
+        uploader_client, "_BOOT", f"import time; time.sleep(5); {uploader_client._BOOT}"
     )
     impatient = Options(offload="process", fsync=False, timeout_s=1.0)
     with pytest.raises(SnapshotAborted) as caught:
@@ -744,7 +745,7 @@ def test_without_shared_memory_it_is_saved_here(
     assert number_at(tmp_path / "s") == 1
 
 
-@pytest.mark.parametrize("closed", ["2", "0 1 2", "0 1 2, later"])
+@pytest.mark.parametrize("closed", [slow("2"), "0 1 2", slow("0 1 2, later")])
 def test_a_trainer_without_standard_streams_has_a_process(tmp_path: Path, closed: str) -> None:
     """As a daemon is started."""
     streams, is_later = closed.partition(",")[0].split(), closed.endswith("later")
@@ -832,6 +833,7 @@ def about_to_replace(tmp_path: Path, holds: Holds, options: Options) -> Iterator
     pending.wait()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("first", [OFFLOADED, BY_THREAD], ids=["process", "thread"])
 def test_what_trainer_and_process_leave_the_other_one_collects(
     tmp_path: Path, holds: Holds, first: Options
@@ -962,7 +964,7 @@ def test_an_exit_with_a_pending_save_finishes_it(tmp_path: Path) -> None:
     process.wait(PATIENCE_S)
 
 
-@pytest.mark.parametrize("how", ["is killed", "exits"])
+@pytest.mark.parametrize("how", ["is killed", slow("exits")])
 def test_a_detached_save_is_committed_without_the_trainer(
     tmp_path: Path, holds: Holds, how: str
 ) -> None:
@@ -1029,7 +1031,7 @@ asyncio.run(run_cells())
 """
 
 
-@pytest.mark.parametrize("how", ["-m", "-c", "script", "stdin", "notebook"])
+@pytest.mark.parametrize("how", [slow("-m"), slow("-c"), "script", slow("stdin"), "notebook"])
 def test_the_users_main_is_not_imported(tmp_path: Path, how: str) -> None:
     take = "Snapshot.async_take(path, state, options=options)"
     facade, wait = ("actorsnap.sync", f"{take}.wait()")

@@ -86,6 +86,7 @@ class OnServer(StorageConformance):
         return lambda: opened(url, options)
 
 
+@pytest.mark.few(3)
 class TestCeph(OnServer):
     @pytest.fixture
     def server(self, ceph: CephServer) -> S3Server:
@@ -381,6 +382,7 @@ async def test_unfinished_uploads_are_found_and_removed(
     await storage.aclose()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ceph", "moto"])
 @bounded(60)
 async def test_what_lies_before_a_gap_is_resumed(name: str, request: Any) -> None:
