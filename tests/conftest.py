@@ -21,6 +21,8 @@ import pytest
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 
+from tests.support import forker as forker_module
+
 # Seconds mean nothing on a shared machine with two cores: no deadlines. In CI the examples are
 # the same in every run, so that a red run can be repeated; new ones are found at the desk.
 settings.register_profile("default", deadline=None)
@@ -73,7 +75,7 @@ def few_of(cases: list[pytest.Function], num_cases: int | None) -> list[pytest.F
     num_seen: Counter[tuple[str, str]] = Counter()
     values = {case: [(n, repr(v)) for n, v in case.callspec.params.items()] for case in cases}
     num_values = len({value for each in values.values() for value in each})
-    left, taken = list(cases), []
+    left, taken = list(cases), list[pytest.Function]()
     while left and (len(num_seen) < num_values if num_cases is None else len(taken) < num_cases):
         best = max(
             left,
@@ -135,6 +137,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[None]:
+    """For ``forker.command``; of the session, so that no test takes it for a leak."""
+    with forker_module.start() as server:
+        yield
+        assert server.stdin is not None
+        server.stdin.close()
 
 
 @pytest.fixture(autouse=True)

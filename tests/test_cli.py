@@ -8,7 +8,6 @@ import pty
 import re
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +36,10 @@ from actorsnap.sync import Snapshot
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 from tests.state.saved import Part, Saved
+from tests.support import forker
 from tests.support.cases import slow
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 ROOT = Path(__file__).parents[1]
 _DEAD_PID = (1 << 22) + 1
@@ -65,7 +67,7 @@ def run(*arguments: object, answer: str | None = None) -> Ended:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-W", "error", "-m", "actorsnap", *map(str, arguments)]
+    return forker.command("-W", "error", "-m", "actorsnap", *map(str, arguments))
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +54,9 @@ from tests.golden import (
     make_several_meshes,
 )
 from tests.golden.make_v1 import DTYPES, METADATA, app_state, make
+from tests.support import forker
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 V1 = Path(__file__).parent / "golden" / "v1"
 BLOCK_SIZES = V1.with_name("block_sizes")
@@ -107,7 +109,7 @@ def test_reading_warns_of_nothing() -> None:
         "    snapshot.get_state_dict_for_key(key)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
+        forker.command("-W", "error", "-c", script),
         cwd=V1.parents[2],
         capture_output=True,
         text=True,

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support import forker
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 ROOT = Path(__file__).parents[1]
 
@@ -21,7 +24,7 @@ HEAVY = (
 def run(script: str) -> str:
     """What a fresh process prints."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
+        forker.command("-W", "error", "-c", script),
         cwd=ROOT,
         capture_output=True,
         text=True,

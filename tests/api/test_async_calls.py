@@ -20,7 +20,10 @@ import actorsnap
 from actorsnap import Options, PendingSnapshot, Snapshot, StateDict, UsageError, snapshot, sync
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import number_of, state
+from tests.support import forker
 from tests.support.cases import slow
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 ROOT = Path(__file__).parents[2]
 FAST = Options(fsync=False)
@@ -316,7 +319,7 @@ path = sys.argv[1]
 def run(script: str, path: Path) -> list[str]:
     """The lines that a fresh process prints on stderr."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT + script, str(path)],
+        forker.command("-W", "error", "-c", SCRIPT + script, str(path)),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -20,7 +20,7 @@ from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 from tests.api.faults import faulty, faulty_url
 from tests.api.test_process import run_script
 
-pytestmark = pytest.mark.blocking
+pytestmark = [pytest.mark.blocking, pytest.mark.usefixtures("forker")]
 
 MIB = 1 << 20
 SHORT = Options(fsync=False, timeout_s=1.0)

@@ -47,6 +47,8 @@ from tests.api.slow_storage import gated
 from tests.api.test_process import run_script
 from tests.pages import ROOT, blocks
 
+pytestmark = pytest.mark.usefixtures("forker")
+
 MIB = 1 << 20
 PATIENCE_S = 180.0
 CHUNKS = Options(chunk_bytes=2 * MIB, fsync=False, offload="thread")

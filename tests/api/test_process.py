@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,10 @@ from actorsnap.testing import FaultyStorage
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import assert_idle, assert_whole, number_at, number_of, state
 from tests.api.zygote import ROOT, Zygote
+from tests.support import forker
 from tests.support.cases import slow
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 MIB = 1 << 20
 FAST = Options(fsync=False)
@@ -80,12 +82,7 @@ def run_script(body: str, *arguments: object) -> subprocess.CompletedProcess[str
         from tests.api.places import state
     """
     return subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(head) + textwrap.dedent(body),
-            *map(str, arguments),
-        ],
+        forker.command("-c", textwrap.dedent(head) + textwrap.dedent(body), *map(str, arguments)),
         cwd=ROOT,
         capture_output=True,
         text=True,

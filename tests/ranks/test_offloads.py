@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,10 @@ from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
 from tests.ranks.models import MODULES
 from tests.ranks.offloads import LOST_AFTER_S
+from tests.support import forker
 from tests.worlds import ROOT, Director
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 LEAVES = """
 import sys, torch
@@ -172,7 +174,7 @@ def test_ranks_exit_behind_a_save(tmp_path: Path, options: str) -> None:
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LEAVES, str(path), options],
+            forker.command("-c", LEAVES, str(path), options),
             cwd=ROOT,
             env={**os.environ, **job, "RANK": str(rank)},
             stderr=subprocess.PIPE,

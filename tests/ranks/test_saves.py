@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,8 +16,11 @@ from actorsnap.errors import FormatError
 from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
 from tests.ranks.models import MODULES
+from tests.support import forker
 from tests.support.cases import slow
 from tests.worlds import ROOT, Director
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 LEAVES = """
 import sys, torch
@@ -150,7 +152,7 @@ def test_what_nobody_waits_for_is_saved_before_the_ranks_exit(tmp_path: Path) ->
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LEAVES, str(path)],
+            forker.command("-c", LEAVES, str(path)),
             cwd=ROOT,
             env={**os.environ, **job, "RANK": str(rank)},
             stderr=subprocess.PIPE,

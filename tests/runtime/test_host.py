@@ -21,14 +21,17 @@ from actorsnap.runtime.host import Host, Script, shutdown
 from actorsnap.runtime.process import is_running
 from actorsnap.runtime.script import run_sync
 from tests.conftest import LeakCheck
+from tests.support import forker
 from tests.support.cases import slow
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.usefixtures("forker")
+
 
 def run_script(body: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body), *map(str, arguments)],
+        forker.command("-c", textwrap.dedent(body), *map(str, arguments)),
         cwd=ROOT,
         capture_output=True,
         text=True,

@@ -46,6 +46,7 @@ from actorsnap.state.sources import Captured
 from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.conftest import LeakCheck
+from tests.support import forker
 from tests.support.cases import slow
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,8 @@ HELD = ROOT / "tests" / "held"
 OFFLOADED = Options(offload="process", fsync=False)
 BY_THREAD = Options(offload="thread", fsync=False)
 PATIENCE_S = 180.0
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 
 @pytest.fixture(autouse=True)
@@ -766,7 +769,7 @@ def test_a_trainer_without_standard_streams_has_a_process(tmp_path: Path, closed
         assert uploader.is_ready and uploader.incarnation == 1
     """
     closing = "" if is_later else " ".join(f"{stream}>&-" for stream in streams)
-    command = [sys.executable, "-c", textwrap.dedent(body), str(tmp_path)]
+    command = forker.command("-c", textwrap.dedent(body), str(tmp_path))
     done = subprocess.run(
         ["/bin/sh", "-c", f'exec "$@" {closing}', "sh", *command], cwd=ROOT, check=False
     )
@@ -873,9 +876,11 @@ def trainer(
         def pid():
             return find_uploader(Host.get()).pid
     """
-    script = textwrap.dedent(head) + textwrap.dedent(body)
+    script = ["-c", textwrap.dedent(head) + textwrap.dedent(body), *map(str, arguments)]
+    # Only a real child can be killed with its children.
+    real = [sys.executable, *script]
     return subprocess.Popen(
-        [sys.executable, "-c", script, *map(str, arguments)],
+        real if start_new_session else forker.command(*script),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -894,12 +899,13 @@ def test_a_trainer_that_is_killed_leaves_no_process_and_no_memory(
     shm = shared_files()
     holds.hold("manifest")
     with trainer(
-        "p = save(sys.argv[1], 1); print(pid(), flush=True); p.wait()", f"held://{tmp_path}/s"
+        "p = save(sys.argv[1], 1); print(pid(), os.getpid(), flush=True); p.wait()",
+        f"held://{tmp_path}/s",
     ) as parent:
         assert parent.stdout is not None
-        process = psutil.Process(int(parent.stdout.readline()))
+        process, killed = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
         holds.wait_held("manifest")
-        parent.kill()
+        killed.kill()
     process.wait(PATIENCE_S)
     assert shared_files() - shm == set()
     assert [path for path in (tmp_path / "s").rglob("*") if path.is_file()] == []
