@@ -49,9 +49,8 @@ FAST = Options(fsync=False)
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +351,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", OBJECTS)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("reader", READERS)

@@ -397,9 +397,8 @@ async def test_the_deadline_ends_a_stalled_save(
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
 def _interrupts() -> Iterator[Any]:

@@ -346,6 +346,7 @@ def problem_of(folder: Path) -> ActorSnapError:
     return report.problems[0]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_flipped_bit_is_found(saved: Path, tmp_path: Path, seed: int) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "s"))

@@ -513,9 +513,8 @@ async def number_at_or_none(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
 @pytest.mark.parametrize("when", [slow("before"), "after"])

@@ -33,9 +33,8 @@ FAST = Options(fsync=False)
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
 @pytest.fixture

@@ -217,6 +217,7 @@ def on_another_host() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("at", "overwrite"),
     # A writer, writes, the end of the object, a manifest, and a commit that replaces another.
@@ -255,9 +256,8 @@ PART = 10 * MIB
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
 @pytest.fixture(params=[pytest.param("moto", marks=pytest.mark.slow), "ceph"])

@@ -840,6 +840,7 @@ def test_random_states(state: dict[str, Any], is_async: bool) -> None:
     forget_space(name)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", ["thread", "process"])
 @each_facade
 def test_names_that_utf8_cannot_say(

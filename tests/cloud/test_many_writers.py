@@ -19,9 +19,8 @@ from tests.worlds import Director
 
 
 @pytest.fixture(scope="module")
-def zygotes() -> Iterator[list[Zygote]]:
-    with Zygote() as one, Zygote() as other:
-        yield [one, other]
+def zygotes() -> list[Zygote]:
+    return [Zygote.shared(), Zygote.shared(1)]
 
 
 @pytest.mark.parametrize(

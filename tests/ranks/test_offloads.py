@@ -22,6 +22,7 @@ from tests.ranks.assembled import assemble
 from tests.ranks.models import MODULES
 from tests.ranks.offloads import LOST_AFTER_S
 from tests.support import forker
+from tests.support.cases import slow
 from tests.worlds import ROOT, Director
 
 pytestmark = pytest.mark.usefixtures("forker")
@@ -90,8 +91,11 @@ def kinds(director: Director, tmp_path: Path, num_ranks: int, *names: str) -> No
             assert torch.equal(right[leaf], expected), leaf
 
 
-def test_processes_save_what_threads_save(director: Director, tmp_path: Path) -> None:
-    kinds(director, tmp_path, 2, "ddp", "fsdp2", "sharded_tensor", "pipeline")
+@pytest.mark.parametrize("names", [["ddp", "fsdp2"], slow(["sharded_tensor", "pipeline"])])
+def test_processes_save_what_threads_save(
+    director: Director, tmp_path: Path, names: list[str]
+) -> None:
+    kinds(director, tmp_path, 2, *names)
 
 
 @pytest.mark.slow

@@ -110,6 +110,7 @@ class Trainer:
             _Pacer.get().end_step(self.seconds * (1 + 0.5 * _Pacer.get()._controller.duty))
 
 
+@pytest.mark.few(1)
 @OFFLOADS
 def test_a_save_that_slows_the_trainer_is_slowed(offload: str, tmp_path: Path) -> None:
     (tmp_path / "hold-manifest").touch()

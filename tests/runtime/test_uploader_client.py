@@ -769,7 +769,7 @@ def test_a_trainer_without_standard_streams_has_a_process(tmp_path: Path, closed
         assert uploader.is_ready and uploader.incarnation == 1
     """
     closing = "" if is_later else " ".join(f"{stream}>&-" for stream in streams)
-    command = forker.command("-c", textwrap.dedent(body), str(tmp_path))
+    command = [sys.executable, "-c", textwrap.dedent(body), str(tmp_path)]
     done = subprocess.run(
         ["/bin/sh", "-c", f'exec "$@" {closing}', "sh", *command], cwd=ROOT, check=False
     )
@@ -854,9 +854,7 @@ def test_what_trainer_and_process_leave_the_other_one_collects(
 # The trainer
 
 
-def trainer(
-    body: str, *arguments: object, start_new_session: bool = False
-) -> subprocess.Popen[str]:
+def trainer(body: str, *arguments: object) -> subprocess.Popen[str]:
     """A process that saves; prints the pid of its uploader first."""
     head = f"""
         import os, signal, sys, time
@@ -877,15 +875,7 @@ def trainer(
             return find_uploader(Host.get()).pid
     """
     script = ["-c", textwrap.dedent(head) + textwrap.dedent(body), *map(str, arguments)]
-    # Only a real child can be killed with its children.
-    real = [sys.executable, *script]
-    return subprocess.Popen(
-        real if start_new_session else forker.command(*script),
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=start_new_session,
-    )
+    return subprocess.Popen(forker.command(*script), cwd=ROOT, stdout=subprocess.PIPE, text=True)
 
 
 def shared_files() -> set[str]:
@@ -915,25 +905,25 @@ def test_a_fork_of_the_trainer_holds_neither_process_nor_saves(tmp_path: Path) -
     """As workers of a data loader are: also one that outlives the trainer."""
     with trainer(
         """
+        os.setsid()
         save(sys.argv[1] + "/0", 0).wait()
         first = pid()
         if os.fork() == 0:
             time.sleep(120)
             os._exit(0)
         save(sys.argv[1] + "/1", 1).wait()
-        print(first, pid(), flush=True)
+        print(first, pid(), os.getpid(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
         tmp_path,
-        start_new_session=True,
     ) as parent:
         assert parent.stdout is not None
-        first, second = parent.stdout.readline().split()
+        first, second, group = parent.stdout.readline().split()
         assert first == second
         try:
             psutil.Process(int(first)).wait(PATIENCE_S)
         finally:
-            os.killpg(parent.pid, signal.SIGKILL)
+            os.killpg(int(group), signal.SIGKILL)
     assert number_at(tmp_path / "1") == 1
 
 
@@ -941,24 +931,25 @@ def test_a_trainer_that_dies_while_its_process_starts_leaves_none(tmp_path: Path
     """Although a child of it holds the link open."""
     with trainer(
         """
+        os.setsid()
         find_uploader(Host.get())
         Host.get().call_soon(find_uploader(Host.get()).start)
         while pid() is None:
             time.sleep(0.001)
-        print(pid(), flush=True)
+        print(pid(), os.getpid(), flush=True)
         if os.fork() == 0:
             time.sleep(120)
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
         """,
-        start_new_session=True,
     ) as parent:
         assert parent.stdout is not None
-        process = psutil.Process(int(parent.stdout.readline()))
+        pid, group = (int(number) for number in parent.stdout.readline().split())
+        process = psutil.Process(pid)
         try:
             process.wait(30)
         finally:
-            os.killpg(parent.pid, signal.SIGKILL)
+            os.killpg(group, signal.SIGKILL)
 
 
 def test_an_exit_with_a_pending_save_finishes_it(tmp_path: Path) -> None:

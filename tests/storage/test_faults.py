@@ -270,9 +270,8 @@ STATES += [STATES[3], {"2": b"x", "3": b"x"}]
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
 @pytest.mark.few

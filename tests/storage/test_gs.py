@@ -101,7 +101,7 @@ class TestGsOverTls(StorageConformance):
 # --- components ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_writes", [2, 32, 33])
+@pytest.mark.parametrize("num_writes", [2, slow(32), 33])
 @bounded(60)
 async def test_any_number_of_components_becomes_one_object(
     fake_gcs: FakeGcsServer, bucket: str, num_writes: int

@@ -20,6 +20,7 @@ from actorsnap.transport.ends import Began, Broken, PeerLost
 from actorsnap.transport.mailbox import Frame, Kind
 from actorsnap.transport.store import StoreCoordinator, StorePort, StoreSave
 from tests.conftest import LeakCheck
+from tests.support.cases import slow
 
 
 def ask(rank: int, data: bytes = b"") -> Arrived:
@@ -290,7 +291,7 @@ async def test_the_coordinator_takes_its_leave(store: Any, open_port: Opener) ->
     assert await received(new.coordinator) == ask(1, b"following")
 
 
-@pytest.mark.few(1)
+@pytest.mark.parametrize("store", [slow("tcp"), "dict"], indirect=True)
 async def test_silence(store: Any, open_port: Opener) -> None:
     ports = [open_port(store, rank, world_size=3) for rank in (0, 1)]
     save, other = (port.begin(lost_after_s=1.2) for port in ports)
