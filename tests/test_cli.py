@@ -530,6 +530,7 @@ def test_cp_of_nothing(saved: Path, tmp_path: Path) -> None:
     assert run("ls", tmp_path / "copy").code == 3
 
 
+@pytest.mark.slow  # the bar is that of verify
 def test_a_terminal_sees_how_far_a_copy_is(long: Path, tmp_path: Path) -> None:
     code, text = on_a_terminal("cp", long, tmp_path / "copy")
     assert code == 0
@@ -907,6 +908,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "s"
 
 
+@pytest.mark.slow  # as in the next test, but for its reader
 def test_a_real_process(long: Path) -> None:
     done = subprocess.run(
         command("ls", long), env=ENVIRONMENT, capture_output=True, timeout=300, check=False

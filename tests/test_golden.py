@@ -55,6 +55,7 @@ from tests.golden import (
 )
 from tests.golden.make_v1 import DTYPES, METADATA, app_state, make
 from tests.support import forker
+from tests.support.cases import slow
 
 pytestmark = pytest.mark.usefixtures("forker")
 
@@ -474,10 +475,11 @@ def spread(size: int, count: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", [".actorsnap", MANIFEST, DATA])
-def test_any_flipped_bit_is_found(copied: Path, name: str) -> None:
+@pytest.mark.parametrize("count", [20, slow(60)])
+def test_any_flipped_bit_is_found(copied: Path, name: str, count: int) -> None:
     path = copied / name
     good = path.read_bytes()
-    for number, position in enumerate(spread(len(good), 60)):
+    for number, position in enumerate(spread(len(good), count)):
         bad = bytearray(good)
         bad[position] ^= 1 << number % 8
         path.write_bytes(bad)

@@ -290,7 +290,7 @@ def failing(**faults: Any) -> Iterator[list[FaultyStorage]]:
         yield made
 
 
-@pytest.mark.few
+@pytest.mark.few(2)
 @pytest.mark.parametrize("when", ["before", "after", "halfway"])
 @pytest.mark.parametrize("side", ["source", "destination"])
 async def test_every_operation_fails_once(

@@ -95,7 +95,8 @@ def test_killed_at_a_storage_operation_of_a_save_that_replaces(
     assert [one["found"] for one in found] == [1] * (num_killed - 2) + [commit, 2, 2]
 
 
-@pytest.mark.parametrize("when", [slow("before"), "after"])
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_at_a_storage_operation_of_a_compressed_save(
     zygote: Zygote, tmp_path: Path, when: str
 ) -> None:
@@ -172,7 +173,7 @@ def test_killed_while_an_older_snapshot_is_replaced(
         assert any(OLDER_COMMIT_KEY not in keys for keys in between)
 
 
-@pytest.mark.few
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("has_both", [True, False])
 def test_killed_while_an_older_snapshot_is_deleted(
@@ -202,6 +203,7 @@ def test_killed_while_an_older_snapshot_is_deleted(
     assert len(found) >= (6 if has_both else 4)
 
 
+@pytest.mark.slow  # a copy, and an older snapshot: the others have them
 @pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("has_both", [True, False])

@@ -59,6 +59,7 @@ def test_a_bit_that_flips_on_the_way_up(store: Store, store_proxy: FaultProxy) -
     assert_saved(url, 1, store.storage_options())
 
 
+@pytest.mark.few(2)
 def test_a_bit_that_flips_on_the_way_down(any_server: Store) -> None:
     url = any_server.url(any_server.make_bucket(), "run")
     take(url, 1, any_server.storage_options())
@@ -72,7 +73,7 @@ def test_a_bit_that_flips_on_the_way_down(any_server: Store) -> None:
             Snapshot(url, storage_options=options).restore(state(-1))
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 def test_bits_that_always_flip_on_the_way_up(any_server: Store) -> None:
     bucket = any_server.make_bucket()
     url = any_server.url(bucket, "run")
@@ -136,8 +137,8 @@ def test_a_server_that_is_away_for_half_a_minute(store: Store, store_proxy: Faul
     [
         Stall(way=Way.UP, after_bytes=MIB),
         Reset(way=Way.UP, after_bytes=MIB),
-        Truncate(way=Way.UP, after_bytes=MIB),
-        Stall(way=Way.DOWN),
+        slow(Truncate(way=Way.UP, after_bytes=MIB)),
+        slow(Stall(way=Way.DOWN)),
         LoseAnswer(),
     ],
     ids=repr,
@@ -155,7 +156,7 @@ def test_a_connection_that_breaks_on_the_way_up(
 
 
 @pytest.mark.few
-@pytest.mark.parametrize("kind", [Stall, Reset, Truncate])
+@pytest.mark.parametrize("kind", [Stall, Reset, slow(Truncate)])
 def test_a_connection_that_breaks_on_the_way_down(
     store: Store, store_proxy: FaultProxy, kind: Any
 ) -> None:
@@ -211,6 +212,7 @@ def test_a_transfer_that_takes_too_long(store: Store) -> None:
         assert uploads_of(store, bucket) == []
 
 
+@pytest.mark.slow  # how they are numbered: tests/storage/test_s3.py
 def test_many_parts_on_a_server_that_wants_no_gaps(rclone: RcloneServer) -> None:
     bucket, options = rclone.make_bucket(), rclone.storage_options()
     num_floats = 100 << 18  # of 100 MiB, one object

@@ -37,7 +37,7 @@ def zygote(store: Store) -> Iterator[Zygote]:
 @pytest.mark.parametrize(
     ("how", "when", "step"),
     [
-        ("take", "after", 3),  # every third operation
+        ("take", "after", 5),  # every fifth operation
         slow("take", "after", 1),
         slow("take", "before", 1),
         slow("async_take", "after", 1),

@@ -16,6 +16,7 @@ import pytest
 
 from tests.ranks.falls import LOST_AFTER_S, STEPS, TIMEOUT_S, Step
 from tests.ranks.models import MODULES
+from tests.support.cases import slow
 from tests.worlds import Director
 
 KINDS = ("fsdp2", "ddp", "tensor_parallel", "sharded_tensor")
@@ -85,11 +86,12 @@ def test_a_rank_falls_at_every_step(tmp_path: Path, how: str, num_ranks: int) ->
     fall(tmp_path, STEPS, *((kind, num_ranks, how) for kind in KINDS))
 
 
-def test_a_rank_falls(tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", [("fsdp2", 2, "kill"), slow(("sharded_tensor", 4, "stop"))])
+def test_a_rank_falls(tmp_path: Path, case: tuple[str, int, str]) -> None:
     """A rank and the coordinator, in a save and a restore."""
     steps = [
         Step("save", 1, "chunk stored"),
         Step("restore", 0, "coordinator", "Arrived", 4),
     ]
     assert set(steps) < set(STEPS)
-    fall(tmp_path, steps, ("fsdp2", 2, "kill"), ("sharded_tensor", 4, "stop"))
+    fall(tmp_path, steps, case)

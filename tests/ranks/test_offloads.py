@@ -357,6 +357,7 @@ def test_processes_commit_what_all_trainers_had_staged(director: Director, tmp_p
     assert len(assemble(tmp_path / "s").private) == 6
 
 
+@pytest.mark.slow  # as above, of one trainer
 def test_rank_0s_trainer_dies_before_the_commit_of_a_detached_save(
     director: Director, tmp_path: Path
 ) -> None:

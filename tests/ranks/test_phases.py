@@ -104,7 +104,7 @@ def check_late(said: list[Any], whom: list[int]) -> None:
 
 @pytest.mark.parametrize(
     ("call", "offload"),
-    [slow("take", "thread"), ("async_take", "process"), ("restore", "thread")],
+    [slow("take", "thread"), slow("async_take", "process"), ("restore", "thread")],
 )
 def test_rank_0_does_not_call(director: Director, tmp_path: Path, call: str, offload: str) -> None:
     said = director.play(
@@ -122,6 +122,7 @@ def test_rank_0_does_not_call(director: Director, tmp_path: Path, call: str, off
     check_late(said, whom=[1, 2])
 
 
+@pytest.mark.slow  # as above, of another rank
 def test_all_that_wait_name_who_is_absent(director: Director, tmp_path: Path) -> None:
     said = director.play(
         "direct_late",
@@ -149,7 +150,7 @@ def test_ranks_that_have_skipped_a_call_are_back_at_the_next(
     check_skipped(director, tmp_path, whom, offload, "save", following)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whom", [[0], [0, 2], [1]])
 @pytest.mark.parametrize(
     ("missed", "following"),

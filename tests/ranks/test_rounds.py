@@ -54,7 +54,7 @@ def test_who_is_interrupted_takes_leave(director: Director, whom: int) -> None:
     assert [said["again"] for said in found] == ["xx", "xx"]
 
 
-@pytest.mark.few
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whom", [0, 2])
 @pytest.mark.parametrize("trouble", ["kill", "kill in a broadcast"])
 def test_a_killed_rank_is_named(director: Director, trouble: str, whom: int) -> None:

@@ -51,7 +51,7 @@ def _flat(value: Any, prefix: str) -> dict[str, Any]:
         (2, "ddp"),
         slow(4, "ddp"),
         slow(2, "zero"),
-        (2, "fsdp2"),
+        slow(2, "fsdp2"),
         slow(4, "hsdp"),
         slow(2, "tensor_parallel"),
         (4, "fsdp2_and_tp"),

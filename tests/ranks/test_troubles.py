@@ -127,6 +127,7 @@ def test_names_that_utf8_cannot_say(director: Director, tmp_path: Path) -> None:
         assert rank["x"] == [3.0] * 5
 
 
+@pytest.mark.slow  # as in test_phases.py
 def test_a_rank_never_arrives(director: Director, tmp_path: Path) -> None:
     said = director.play("direct_wrong", num_ranks=3, what="never", path=str(tmp_path / "s"))
     assert said[1]["first"] is None

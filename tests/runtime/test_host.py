@@ -81,7 +81,7 @@ def test_a_start_that_fails_leaves_nothing(
     [
         ("fork", "raise"),
         slow("forkserver", "raise"),
-        ("spawn", "return"),
+        slow("spawn", "return"),
         slow("fork", "return"),
         slow("forkserver", "return"),
         slow("spawn", "raise"),
@@ -118,7 +118,9 @@ def test_a_multiprocessing_child_finishes_its_snapshots(
     )
     url = tmp_path / "s"
     done = subprocess.run(
-        [sys.executable, str(script), str(url), method, ending],
+        forker.command(str(script), str(url), method, ending)
+        if method == "fork"
+        else [sys.executable, str(script), str(url), method, ending],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

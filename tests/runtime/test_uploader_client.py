@@ -47,7 +47,7 @@ from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.conftest import LeakCheck
 from tests.support import forker
-from tests.support.cases import slow
+from tests.support.cases import mostly_slow, slow
 
 ROOT = Path(__file__).parents[2]
 HELD = ROOT / "tests" / "held"
@@ -232,7 +232,7 @@ def test_chunks_are_given_back_at_once_where_memory_is_short(tmp_path: Path) -> 
 
 
 def test_a_structure_is_sent_once_and_later_only_what_changes(tmp_path: Path) -> None:
-    tensors = {f"layer.{number}.weight": torch.ones(4) for number in range(20_000)}
+    tensors = {f"layer.{number}.weight": torch.ones(4) for number in range(8_000)}
     given = StateDict(**tensors, step=0, rates=[0.1, 0.2])
     passed = []
     for step in range(3):
@@ -242,7 +242,7 @@ def test_a_structure_is_sent_once_and_later_only_what_changes(tmp_path: Path) ->
         assert link is not None
         passed.append(link.statistics.sent_bytes + link.statistics.received_bytes)
         assert Snapshot(f"{tmp_path}/{step}").get_state_dict_for_key("m")["step"] == step
-    assert passed[0] > 500_000
+    assert passed[0] > 200_000
     assert passed[1] - passed[0] <= 4096
     assert passed[2] - passed[1] <= 4096
 
@@ -265,6 +265,7 @@ def test_an_equal_state_is_packed_once(tmp_path: Path, monkeypatch: pytest.Monke
     ]
 
 
+@pytest.mark.slow  # of three such saves: above
 def test_saves_with_less_memory_than_their_state(tmp_path: Path) -> None:
     """Three at once, each larger than the budget: in their order, and none waits for ever."""
     options = Options(
@@ -409,10 +410,10 @@ def test_an_error_of_the_storage_arrives_with_its_fields_and_cause(
 @pytest.mark.parametrize(
     ("verb", "kind", "stage"),
     [
-        ("get", "KeyboardInterrupt", "join"),
+        slow("get", "KeyboardInterrupt", "join"),
         ("writer", "SystemExit", "store"),
         ("write_at", "CancelledError", "store"),
-        ("put", "Unspeakable", "store"),
+        slow("put", "Unspeakable", "store"),
         slow("put", "Speechless", "store"),
         slow("complete", "Unreadable", "store"),
         slow("write_at", "Mistyped", "store"),
@@ -506,7 +507,7 @@ def test_ctrl_c_just_before_a_save_begins(tmp_path: Path, monkeypatch: pytest.Mo
 @pytest.mark.parametrize(
     ("operation", "compression"),
     [
-        ("writer", None),
+        slow("writer", None),
         slow("manifest", None),
         ("manifest", "zstd"),  # what is compressed lies beside the arena, not in it
         slow("commit", None),
@@ -690,7 +691,7 @@ def test_a_process_that_is_not_there_in_time(
 ) -> None:
     """The save ends at its own deadline; the process is there for later ones."""
     monkeypatch.setattr(
-        uploader_client, "_BOOT", f"import time; time.sleep(5); {uploader_client._BOOT}"
+        uploader_client, "_BOOT", f"import time; time.sleep(3); {uploader_client._BOOT}"
     )
     impatient = Options(offload="process", fsync=False, timeout_s=1.0)
     with pytest.raises(SnapshotAborted) as caught:
@@ -1028,7 +1029,7 @@ asyncio.run(run_cells())
 """
 
 
-@pytest.mark.parametrize("how", [slow("-m"), slow("-c"), "script", slow("stdin"), "notebook"])
+@pytest.mark.parametrize("how", mostly_slow(["-m", "-c", "script", "stdin", "notebook"], "script"))
 def test_the_users_main_is_not_imported(tmp_path: Path, how: str) -> None:
     take = "Snapshot.async_take(path, state, options=options)"
     facade, wait = ("actorsnap.sync", f"{take}.wait()")

@@ -73,7 +73,7 @@ def proxy(fake_gcs: FakeGcsServer) -> Iterator[FaultProxy]:
         yield proxy
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 class TestGs(StorageConformance):
     num_many = 100
     num_examples = 10
@@ -382,12 +382,12 @@ UP = 300_000
     "fault",
     [
         Answer(status=503),
-        Answer(status=429, retry_after_s=0),
+        slow(Answer(status=429, retry_after_s=0)),
         slow(Answer(status=500)),
         slow(Answer(status=408)),
         LoseAnswer(),
-        Reset(way=Way.UP, after_bytes=UP),
-        Stall(way=Way.UP, after_bytes=UP),
+        slow(Reset(way=Way.UP, after_bytes=UP)),
+        slow(Stall(way=Way.UP, after_bytes=UP)),
         FlipBit(way=Way.UP, at_byte=UP),
     ],
     ids=repr,
@@ -413,8 +413,8 @@ async def test_faults_on_the_way_up(
     "fault",
     [
         slow(Answer(status=503)),
-        Reset(way=Way.DOWN, after_bytes=UP),
-        Truncate(way=Way.DOWN, after_bytes=UP),
+        slow(Reset(way=Way.DOWN, after_bytes=UP)),
+        slow(Truncate(way=Way.DOWN, after_bytes=UP)),
         Stall(way=Way.DOWN, after_bytes=UP),
         FlipBit(way=Way.DOWN, at_byte=UP),
     ],
@@ -479,7 +479,7 @@ async def test_no_such_bucket(fake_gcs: FakeGcsServer) -> None:
     [
         (401, AccessDenied, "credentials were refused"),
         slow(403, AccessDenied, "roles/storage.objectUser"),
-        (400, StorageError, "bucket '.*': HTTP 400"),
+        slow(400, StorageError, "bucket '.*': HTTP 400"),
         (429, Throttled, "HTTP 429"),
         slow(503, Throttled, "given up after 2 tries"),
     ],
@@ -883,6 +883,7 @@ class Weights:
         self.state = state
 
 
+@pytest.mark.slow  # tests/cloud saves and restores, too
 @pytest.mark.parametrize("scheme", ["gs", slow("gcs")])
 def test_snapshots(
     fake_gcs: FakeGcsServer,
@@ -908,6 +909,7 @@ def test_snapshots(
         sync.Snapshot(url).get_manifest()
 
 
+@pytest.mark.slow  # the tests of tests/cloud show it, too
 def test_a_save_survives_a_bad_network(
     fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy
 ) -> None:

@@ -86,7 +86,7 @@ class OnServer(StorageConformance):
         return lambda: opened(url, options)
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 class TestCeph(OnServer):
     @pytest.fixture
     def server(self, ceph: CephServer) -> S3Server:
@@ -518,6 +518,7 @@ async def test_trusted_authorities_are_read_once(
             assert num_read == expected
 
 
+@pytest.mark.slow  # tests/cloud saves and restores, too
 def test_snapshots(options: dict[str, Any], bucket: str, no_leaks: LeakCheck) -> None:
     url = f"s3://{bucket}/runs/1"
     model = torch.nn.Linear(1500, 2000)

@@ -12,7 +12,7 @@ This file is the server's main program, too, and the client's.
 from __future__ import annotations
 
 import gc
-import importlib
+import importlib.machinery
 import json
 import os
 import signal
@@ -51,7 +51,7 @@ def start() -> subprocess.Popen[bytes]:
 
 
 def command(*arguments: str) -> list[str]:
-    """``-c program``, ``-m module`` or nothing else of an interpreter's options, but ``-W``."""
+    """For ``-c program``, ``-m module`` or a script; of all other options, it takes ``-W``."""
     assert _address, "the fixture forker is not in use"
     return [sys.executable, "-I", "-S", __file__, "ask", _address, *arguments]
 
@@ -138,6 +138,15 @@ def _run(arguments: list[str]) -> None:
         sys.warnoptions.append(arguments[1])
         warnings.simplefilter(arguments[1])  # type: ignore[arg-type]
         del arguments[:2]
+    if not arguments[0].startswith("-"):
+        sys.argv[:] = arguments
+        sys.path[0] = os.path.dirname(os.path.abspath(arguments[0]))
+        loader = importlib.machinery.SourceFileLoader("__main__", arguments[0])
+        script = types.ModuleType("__main__")
+        script.__file__ = arguments[0]
+        sys.modules["__main__"] = script
+        exec(loader.get_code("__main__"), vars(script))  # type: ignore[arg-type]
+        return
     option, program, *rest = arguments
     sys.path[0] = ""
     sys.argv[:] = [option, *rest]

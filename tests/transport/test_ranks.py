@@ -51,6 +51,7 @@ def test_two_groups_at_once(director: Director) -> None:
     assert found[0]["name"] == found[2]["name"] != found[1]["name"] == found[3]["name"]
 
 
+@pytest.mark.slow  # as in tests/ranks/test_rounds.py
 def test_a_rank_is_killed(director: Director) -> None:
     found = director.play("direct_trouble", num_ranks=3, whom="2", how="kill")
     coordinator, other = found["ranks"]
