@@ -14,9 +14,6 @@ STATE_MIB = 0.25
 """What ``saves`` saves: a copy of it that each save leaves would be far above the bounds."""
 
 
-BY_THREADS = pytest.param("thread", marks=pytest.mark.slow)
-
-
 @pytest.mark.slow  # that few of them leave nothing is in tests/runtime, too
 @pytest.mark.parametrize("offload", ["thread", "process"])
 @pytest.mark.parametrize(
@@ -36,8 +33,8 @@ def test_many_saves_leave_nothing(
 
 
 @pytest.mark.slow  # the peak is in tests/api/test_memory.py, too
-@pytest.mark.parametrize("stage", [pytest.param("eager", marks=pytest.mark.slow), "lazy"])
-@pytest.mark.parametrize("offload", [BY_THREADS, "process"])
+@pytest.mark.parametrize("stage", ["eager", "lazy"])
+@pytest.mark.parametrize("offload", ["thread", "process"])
 def test_an_asynchronous_save_takes_its_budget_and_little_more(
     offload: str, stage: str, tmp_path: Path
 ) -> None:

@@ -204,7 +204,6 @@ def test_killed_while_an_older_snapshot_is_deleted(
 
 
 @pytest.mark.slow  # a copy, and an older snapshot: the others have them
-@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("has_both", [True, False])
 def test_killed_while_a_copy_replaces_an_older_snapshot(
