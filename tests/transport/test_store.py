@@ -20,6 +20,7 @@ from actorsnap.transport.ends import Began, Broken, PeerLost
 from actorsnap.transport.mailbox import Frame, Kind
 from actorsnap.transport.store import StoreCoordinator, StorePort, StoreSave
 from tests.conftest import LeakCheck
+from tests.support.cases import slow
 
 
 def ask(rank: int, data: bytes = b"") -> Arrived:
@@ -290,6 +291,7 @@ async def test_the_coordinator_takes_its_leave(store: Any, open_port: Opener) ->
     assert await received(new.coordinator) == ask(1, b"following")
 
 
+@pytest.mark.parametrize("store", [slow("tcp"), "dict"], indirect=True)
 async def test_silence(store: Any, open_port: Opener) -> None:
     ports = [open_port(store, rank, world_size=3) for rank in (0, 1)]
     save, other = (port.begin(lost_after_s=1.2) for port in ports)
@@ -307,6 +309,7 @@ async def test_silence(store: Any, open_port: Opener) -> None:
     await nothing(save.coordinator)
 
 
+@pytest.mark.few(1)
 async def test_who_is_late_is_not_lost(store: Any, open_port: Opener) -> None:
     """A rank that others wait for says that it is there, and stops when nobody waits."""
     ports = [open_port(store, rank) for rank in (0, 1)]
@@ -323,6 +326,7 @@ async def test_who_is_late_is_not_lost(store: Any, open_port: Opener) -> None:
         ports[late].begin().close()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("gone", [0, 1])
 async def test_who_is_gone_since_the_save_before_is_lost(
     store: Any, open_port: Opener, gone: int
@@ -340,6 +344,7 @@ async def test_who_is_gone_since_the_save_before_is_lost(
     save.close()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("first", [0, 1])
 async def test_the_coordinator_hears_once_of_every_rank_that_begins(
     store: Any, open_port: Opener, first: int
@@ -411,6 +416,7 @@ def test_only_one_save_follows_another(open_port: Opener) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_killed", [False, True])
 async def test_another_process_continues_a_rank(
@@ -493,6 +499,7 @@ async def test_who_cannot_listen_yet_says_nothing(open_port: Opener) -> None:
     assert await received(coordinator(first)) == ask(1)
 
 
+@pytest.mark.few(1)
 async def test_a_process_that_was_stopped_reads_before_it_judges(
     store: Any, open_port: Opener
 ) -> None:
