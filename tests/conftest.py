@@ -12,6 +12,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ from typing import Any
 import pytest
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
+
+from tests.support import forker as forker_module
 
 # Seconds mean nothing on a shared machine with two cores: no deadlines. In CI the examples are
 # the same in every run, so that a red run can be repeated; new ones are found at the desk.
@@ -56,7 +59,61 @@ def pytest_pycollect_makeitem(collector: pytest.Module | pytest.Class, name: str
             (pytest.mark.asyncio if is_public else pytest.mark.anyio)(obj)
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """`make test` tries fewer examples where a test does not say how many it needs."""
+    if config.getoption("markexpr") == "not slow":
+        settings.register_profile("fast", settings.default, max_examples=25)
+        settings.load_profile("fast")
+
+
+def few_of(cases: list[pytest.Function], num_cases: int | None) -> list[pytest.Function]:
+    """So many cases, or as many as it takes, that have each value of each parameter.
+
+    The next one is always that with the most values which were in none before, and of these the
+    one whose values were in the fewest; of equals, the first.
+    """
+    num_seen: Counter[tuple[str, str]] = Counter()
+    values = {case: [(n, repr(v)) for n, v in case.callspec.params.items()] for case in cases}
+    num_values = len({value for each in values.values() for value in each})
+    left, taken = list(cases), list[pytest.Function]()
+    while left and (len(num_seen) < num_values if num_cases is None else len(taken) < num_cases):
+        best = max(
+            left,
+            key=lambda case: (
+                sum(not num_seen[value] for value in values[case]),
+                -sum(num_seen[value] for value in values[case]),
+            ),
+        )
+        left.remove(best)
+        taken.append(best)
+        num_seen.update(values[best])
+    return taken
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `few`, all others are slow."""
+    cases: defaultdict[tuple[pytest.Item | pytest.Collector | None, str], list[pytest.Function]]
+    cases = defaultdict(list)
+    for item in items:
+        if (
+            isinstance(item, pytest.Function)
+            and hasattr(item, "callspec")
+            and item.get_closest_marker("few") is not None
+            and item.get_closest_marker("slow") is None
+        ):
+            cases[item.parent, item.originalname].append(item)
+    for group in cases.values():
+        mark = group[0].get_closest_marker("few")
+        assert mark is not None
+        taken = few_of(group, mark.args[0] if mark.args else None)
+        for item in group:
+            if item not in taken:
+                item.add_marker("slow")
+    rerun_in_ci(items)
+
+
+def rerun_in_ci(items: list[pytest.Item]) -> None:
     """In CI a failed test of real processes and servers runs once more; it may not fail twice.
 
     Ranks give each other up after a few seconds of silence, and CI's machine stands still for as
@@ -80,6 +137,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 @pytest.fixture(scope="session")
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def forker() -> Iterator[None]:
+    """For ``forker.command``; of the session, so that no test takes it for a leak."""
+    with forker_module.start() as server:
+        yield
+        assert server.stdin is not None
+        server.stdin.close()
 
 
 @pytest.fixture(autouse=True)

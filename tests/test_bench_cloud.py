@@ -71,6 +71,7 @@ def test_one_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert row["opening_requests"] > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Sink, GcsSink])
 def test_the_sink_keeps_what_it_is_told_to(kind: type[Server]) -> None:
     state = llama(0.01)
@@ -87,6 +88,7 @@ def test_the_sink_keeps_what_it_is_told_to(kind: type[Server]) -> None:
             client.close()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", [Sink, GcsSink])
 def test_the_sink_gives_zeros_and_that_is_seen(kind: type[Server]) -> None:
     with running(kind) as server:

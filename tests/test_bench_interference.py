@@ -12,6 +12,7 @@ from actorsnap import shutdown
 from bench.savers import ActorsnapAwaited, ActorsnapBy, DcpBy, Saver, Saving
 from bench.state import State, llama
 from bench.trainer import Trainer, disturb
+from tests.support.cases import slow
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +33,8 @@ def state() -> State:
     "saver",
     [
         ActorsnapBy("process", offload="process"),
-        ActorsnapBy("thread", offload="thread", max_slowdown=0.02),
-        ActorsnapAwaited("awaited"),
+        slow(ActorsnapBy("thread", offload="thread", max_slowdown=0.02)),
+        slow(ActorsnapAwaited("awaited")),
         DcpBy("thread"),
     ],
     ids=lambda saver: saver.name,

@@ -14,13 +14,10 @@ STATE_MIB = 0.25
 """What ``saves`` saves: a copy of it that each save leaves would be far above the bounds."""
 
 
-BY_THREADS = pytest.param("thread", marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("offload", [BY_THREADS, "process"])
+@pytest.mark.slow  # that few of them leave nothing is in tests/runtime, too
+@pytest.mark.parametrize("offload", ["thread", "process"])
 @pytest.mark.parametrize(
-    ("num_saves", "num_warm", "grown_mib"),
-    [(60, 30, 15 * STATE_MIB), pytest.param(1500, 1000, 1.0, marks=pytest.mark.slow)],
+    ("num_saves", "num_warm", "grown_mib"), [(60, 30, 15 * STATE_MIB), (1500, 1000, 1.0)]
 )
 def test_many_saves_leave_nothing(
     offload: str, num_saves: int, num_warm: int, grown_mib: float, tmp_path: Path
@@ -35,8 +32,9 @@ def test_many_saves_leave_nothing(
     assert after["objects"] - before["objects"] < (num_saves - num_warm)
 
 
-@pytest.mark.parametrize("stage", [pytest.param("eager", marks=pytest.mark.slow), "lazy"])
-@pytest.mark.parametrize("offload", [BY_THREADS, "process"])
+@pytest.mark.slow  # the peak is in tests/api/test_memory.py, too
+@pytest.mark.parametrize("stage", ["eager", "lazy"])
+@pytest.mark.parametrize("offload", ["thread", "process"])
 def test_an_asynchronous_save_takes_its_budget_and_little_more(
     offload: str, stage: str, tmp_path: Path
 ) -> None:

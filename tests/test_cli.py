@@ -8,7 +8,6 @@ import pty
 import re
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -37,6 +36,10 @@ from actorsnap.sync import Snapshot
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 from tests.state.saved import Part, Saved
+from tests.support import forker
+from tests.support.cases import slow
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 ROOT = Path(__file__).parents[1]
 _DEAD_PID = (1 << 22) + 1
@@ -64,7 +67,7 @@ def run(*arguments: object, answer: str | None = None) -> Ended:
 
 
 def command(*arguments: object) -> list[str]:
-    return [sys.executable, "-W", "error", "-m", "actorsnap", *map(str, arguments)]
+    return forker.command("-W", "error", "-m", "actorsnap", *map(str, arguments))
 
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -195,8 +198,9 @@ def test_ls_of_nothing(tmp_path: Path, unfinished: Path) -> None:
         assert ended.out == ""
 
 
-def test_paths_of_ls_are_paths_of_cat(saved: Path) -> None:
-    for line in run("ls", V1).lines:
+@pytest.mark.parametrize("step", [4, slow(1)])
+def test_paths_of_ls_are_paths_of_cat(saved: Path, step: int) -> None:
+    for line in run("ls", V1).lines[::step]:
         path = line.split("\t")[0]
         if "@" in path or "/pickled/" in path or "\\" in path:
             continue
@@ -526,6 +530,7 @@ def test_cp_of_nothing(saved: Path, tmp_path: Path) -> None:
     assert run("ls", tmp_path / "copy").code == 3
 
 
+@pytest.mark.slow  # the bar is that of verify
 def test_a_terminal_sees_how_far_a_copy_is(long: Path, tmp_path: Path) -> None:
     code, text = on_a_terminal("cp", long, tmp_path / "copy")
     assert code == 0
@@ -732,6 +737,7 @@ def test_rm_garbage_next_to_a_damaged_snapshot(
     assert not saved.exists()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("answer", ["y", "n"])
 def test_rm_garbage_asks_on_a_terminal(without_commit: Path, answer: str) -> None:
     incomplete, complete = sorted(os.listdir(without_commit))
@@ -902,6 +908,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "s"
 
 
+@pytest.mark.slow  # as in the next test, but for its reader
 def test_a_real_process(long: Path) -> None:
     done = subprocess.run(
         command("ls", long), env=ENVIRONMENT, capture_output=True, timeout=300, check=False

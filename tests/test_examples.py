@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tests.ranks.models import MODULES
+from tests.support import forker
 from tests.worlds import Director
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
@@ -18,7 +20,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 def run(name: str, *args: str, cwd: Path, timeout_s: float = 400.0) -> str:
     """Output of an example that must end well, without a warning."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / name), *args],
+        forker.command("-W", "error", str(EXAMPLES / name), *args),
         cwd=cwd,
         env={**os.environ, "TMPDIR": str(cwd)},
         capture_output=True,

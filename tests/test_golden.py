@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -55,6 +54,10 @@ from tests.golden import (
     make_several_meshes,
 )
 from tests.golden.make_v1 import DTYPES, METADATA, app_state, make
+from tests.support import forker
+from tests.support.cases import slow
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 V1 = Path(__file__).parent / "golden" / "v1"
 BLOCK_SIZES = V1.with_name("block_sizes")
@@ -107,7 +110,7 @@ def test_reading_warns_of_nothing() -> None:
         "    snapshot.get_state_dict_for_key(key)\n"
     )
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
+        forker.command("-W", "error", "-c", script),
         cwd=V1.parents[2],
         capture_output=True,
         text=True,
@@ -472,10 +475,11 @@ def spread(size: int, count: int) -> Iterator[int]:
 
 
 @pytest.mark.parametrize("name", [".actorsnap", MANIFEST, DATA])
-def test_any_flipped_bit_is_found(copied: Path, name: str) -> None:
+@pytest.mark.parametrize("count", [20, slow(60)])
+def test_any_flipped_bit_is_found(copied: Path, name: str, count: int) -> None:
     path = copied / name
     good = path.read_bytes()
-    for number, position in enumerate(spread(len(good), 60)):
+    for number, position in enumerate(spread(len(good), count)):
         bad = bytearray(good)
         bad[position] ^= 1 << number % 8
         path.write_bytes(bad)

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import forker
+
+pytestmark = pytest.mark.usefixtures("forker")
+
 ROOT = Path(__file__).parents[1]
 
 HEAVY = (
@@ -18,10 +22,11 @@ HEAVY = (
 )
 
 
-def run(script: str) -> str:
+def run(script: str, *, has_torch: bool = True) -> str:
     """What a fresh process prints."""
+    command = ["-W", "error", "-c", script]
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", script],
+        forker.command(*command) if has_torch else [sys.executable, *command],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -70,7 +75,8 @@ def test_the_uploader_process_needs_no_torch() -> None:
         "import sys\n"
         "import actorsnap.runtime.local_engine, actorsnap.storage.fs\n"
         "from actorsnap import Options, StorageError, __version__\n"
-        "print('torch' in sys.modules, 'asyncio' in sys.modules)\n"
+        "print('torch' in sys.modules, 'asyncio' in sys.modules)\n",
+        has_torch=False,
     )
     assert output.split() == ["False", "True"]
 

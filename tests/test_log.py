@@ -138,6 +138,7 @@ def test_a_factory_that_raises_is_shown(
     assert "Message: 'of %d'" in shown
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("broken_handler")
 @pytest.mark.parametrize("offload", ["thread", "process"])
 def test_saves_and_their_failures_beside_a_handler_that_raises(
@@ -156,6 +157,7 @@ def test_saves_and_their_failures_beside_a_handler_that_raises(
     assert "this handler is broken" in capsys.readouterr().err
 
 
+@pytest.mark.few(1)
 @pytest.mark.usefixtures("own_fields")
 @pytest.mark.parametrize("offload", ["thread", "process"])
 def test_saves_and_their_failures_are_logged_with_fields_that_records_have_already(

@@ -283,6 +283,7 @@ def test_truncated_down(proxy: FaultProxy) -> None:
     assert caught.value.partial == BODY[:1000]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("after_bytes", [0, 1000])
 @pytest.mark.parametrize("way", list(Way))
 def test_stall(proxy: FaultProxy, origin: Origin, way: Way, after_bytes: int) -> None:

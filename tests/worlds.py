@@ -1,7 +1,7 @@
 """Real processes that save together: ranks over gloo, forked by a helper.
 
-Importing torch takes seconds. ``python -m tests.worlds MODULE ...`` imports it once, then forks for
-each line ``[function, arguments]`` a *director*: that function of the module makes a ``World``
+Importing torch takes seconds. ``python -m tests.worlds`` imports it once, then forks for each line
+``[modules, function, arguments]`` a *director*: that function of the first module makes a ``World``
 of ranks and a store's server, tells them what to do, stops or kills them, and answers with what
 they said.
 ``Director`` is the near end.
@@ -9,6 +9,7 @@ they said.
 
 from __future__ import annotations
 
+import atexit
 import datetime
 import functools
 import importlib
@@ -181,37 +182,57 @@ class Director:
     Args:
         module: Where the functions are that it is to call.
         imports: Modules that each rank would import else.
+        is_shared: It is one for all modules, and lives as long as this process; one play at a time.
     """
 
-    def __init__(self, module: str, *imports: str) -> None:
-        self._modules = module, *imports
+    def __init__(self, module: str, *imports: str, is_shared: bool = True) -> None:
+        self._module = module
+        self._imports = imports
+        self._is_shared = is_shared
 
     def __enter__(self) -> Director:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.worlds", *self._modules],
-            cwd=ROOT,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._process = _shared_helper() if self._is_shared else _helper()
         return self
 
     def __exit__(self, *_: object) -> None:
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        self._process.stdout.close()
-        self._process.wait(timeout=LIMIT_S)
+        if not self._is_shared:
+            _end(self._process)
 
     def play(self, scenario: str, **arguments: Any) -> Any:
         """What that function returns in a process of its own."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([scenario, arguments]) + "\n")
+        line = [[self._module, *self._imports], scenario, arguments]
+        self._process.stdin.write(json.dumps(line) + "\n")
         self._process.stdin.flush()
         said = json.loads(self._process.stdout.readline())
         assert not said["error"], said["error"]
         return said["value"]
+
+
+def _helper() -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.worlds"],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+@functools.cache
+def _shared_helper() -> subprocess.Popen[str]:
+    helper = _helper()
+    atexit.register(_end, helper)
+    return helper
+
+
+def _end(helper: subprocess.Popen[str]) -> None:
+    assert helper.stdin is not None
+    assert helper.stdout is not None
+    helper.stdin.close()
+    helper.stdout.close()
+    helper.wait(timeout=LIMIT_S)
 
 
 def _direct(work: Callable[..., Any], arguments: dict[str, Any], channel: Any) -> Any:
@@ -226,11 +247,11 @@ def _direct(work: Callable[..., Any], arguments: dict[str, Any], channel: Any) -
 def main() -> None:
     logging.disable(logging.WARNING)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    module, *_ = [importlib.import_module(name) for name in sys.argv[1:]]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:
-        scenario, arguments = json.loads(line)
+        names, scenario, arguments = json.loads(line)
+        module, *_ = [importlib.import_module(name) for name in names]
         child = Child(functools.partial(_direct, getattr(module, scenario), arguments))
         said = child._channel.readline()
         os.waitpid(child.pid, 0)

@@ -292,10 +292,11 @@ class Mailbox:
                     return
                 if job:
                     to, frame, message = job
-                    if message is None:
-                        self._push(store, to, _encoder.encode(frame))
-                    else:
+                    if message is not None:
                         self._push_message(store, to, frame, message)
+                    elif frame.kind is not Kind.BEAT or self.beat is None:
+                        # A queued heartbeat must not follow ``beat``, which is newer.
+                        self._push(store, to, _encoder.encode(frame))
                 beat = self._beat_to_send()
             if beat is not sent:
                 # Report begins and ends of saves and sessions at once.

@@ -46,6 +46,7 @@ class Work:
                         self.busy_s += anyio.current_time() - self._busy_since_s
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("chunk_s", [0.005, 0.2, 3.0])
 @pytest.mark.parametrize("num_uploaders", [1, 8])
 @pytest.mark.parametrize("duty", [1.0, 0.5, 0.1])

@@ -43,6 +43,7 @@ from actorsnap.storage.memory import MemoryStorage, forget_space
 from actorsnap.testing import FaultyStorage
 from actorsnap.testing.faults import Verb, When
 from tests.actors.parts import part_of
+from tests.support.cases import mostly_slow
 from tests.support.network import SimulatedNetwork
 from tests.support.world import SimulatedSave
 
@@ -496,15 +497,15 @@ def simulate(seed: int, has_meshes: bool = False) -> Simulation:
     return simulation
 
 
-@pytest.mark.parametrize("first", range(0, 250, 50))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 250, 25), 0))
 def test_all_commit_or_all_abort(first: int) -> None:
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 25):
         simulate(seed)
 
 
-@pytest.mark.parametrize("first", range(0, 100, 50))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 100, 25), 0))
 def test_all_commit_or_all_abort_with_tensors_on_several_meshes(first: int) -> None:
-    for seed in range(first, first + 50):
+    for seed in range(first, first + 25):
         simulate(seed, has_meshes=True)
 
 

@@ -383,6 +383,7 @@ async def test_a_budget_below_the_least_write_is_refused_before_anything_is_stor
     assert [info.key async for info in storage.list("")] == []
 
 
+@pytest.mark.few(20)
 @pytest.mark.parametrize("seed", range(60))
 async def test_whatever_happens_all_commit_or_all_abort(seed: int) -> None:
     rng = random.Random(seed)

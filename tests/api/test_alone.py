@@ -78,6 +78,7 @@ def test_a_view_alone(
         assert found is target
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("name", VIEWS)
 def test_only_its_blocks_are_read(name: str) -> None:
     take, num_blocks = VIEWS[name]

@@ -20,6 +20,10 @@ import actorsnap
 from actorsnap import Options, PendingSnapshot, Snapshot, StateDict, UsageError, snapshot, sync
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import number_of, state
+from tests.support import forker
+from tests.support.cases import slow
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 ROOT = Path(__file__).parents[2]
 FAST = Options(fsync=False)
@@ -243,6 +247,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("debug", [False, True], ids=["", "debug"])
 def test_ways_to_await(
@@ -314,7 +319,7 @@ path = sys.argv[1]
 def run(script: str, path: Path) -> list[str]:
     """The lines that a fresh process prints on stderr."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", "-c", SCRIPT + script, str(path)],
+        forker.command("-W", "error", "-c", SCRIPT + script, str(path)),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -328,13 +333,12 @@ def run(script: str, path: Path) -> list[str]:
 @pytest.mark.parametrize(
     "script",
     [
-        "Snapshot(path).restore(app_state)",
+        slow("Snapshot(path).restore(app_state)", id="dropped"),
         # Dropped by the interpreter's exit.
-        "report = Snapshot(path).restore(app_state)",
-        "report = [Snapshot(path).restore(app_state)]; report.append(report)",
-        "import actorsnap.snapshot; actorsnap.snapshot.kept = Snapshot(path).restore(app_state)",
+        pytest.param("report = Snapshot(path).restore(app_state)", id="global"),
+        slow("report = [Snapshot(path).restore(app_state)]; report.append(report)", id="cycle"),
+        slow("import actorsnap as a; a.kept = Snapshot(path).restore(app_state)", id="module"),
     ],
-    ids=["dropped", "global", "cycle", "module"],
 )
 def test_the_script_of_another_library(saved: Path, script: str) -> None:
     (line,) = run(script, saved)

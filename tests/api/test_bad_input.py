@@ -49,9 +49,8 @@ FAST = Options(fsync=False)
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
 @pytest.fixture(scope="module")
@@ -352,6 +351,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 }
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("name", OBJECTS)
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("reader", READERS)
@@ -679,7 +679,7 @@ def test_an_unfinished_attempt_says_what_is_in_it(
 def test_two_processes_take_to_the_same_path(
     zygote: Zygote, other: Zygote, tmp_path: Path, overwrite: bool
 ) -> None:
-    num_rounds = 25
+    num_rounds = 10
     for name in "ab":
         os.mkfifo(tmp_path / name)
     fifos = [str(tmp_path / name) for name in "ab"]
@@ -707,6 +707,7 @@ def test_two_processes_take_to_the_same_path(
         asyncio.run(assert_whole(url, 3))
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("overwrite", [False, True], ids=["first", "replacing"])
 @pytest.mark.parametrize("scheme", ["fs", "memory"])
 async def test_two_tasks_take_to_the_same_path(

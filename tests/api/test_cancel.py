@@ -97,6 +97,7 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(commit, "_COMMIT_GRACE_S", 0.0)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("overwrite", [False, True], ids=["first", "replacing"])
 @pytest.mark.parametrize("has_blocking_io", [False, True], ids=["stalled", "slow"])
 async def test_cancelling_a_take(
@@ -396,17 +397,17 @@ async def test_the_deadline_ends_a_stalled_save(
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
 def _interrupts() -> Iterator[Any]:
-    """All of it; what is not slow has each pair of values."""
+    """All of it; what is not slow has each value."""
     for overwrite, stalls, is_sync in itertools.product((False, True), repeat=3):
         how = "sync" if is_sync else "asyncio.run"
         names = ("replacing" if overwrite else "first", "stalled" if stalls else "slow", how)
-        marks = [pytest.mark.slow] if overwrite ^ stalls ^ is_sync else []
+        is_fast = stalls is is_sync is not overwrite
+        marks = [] if is_fast else [pytest.mark.slow]
         yield pytest.param(how, stalls, overwrite, id="-".join(names), marks=marks)
 
 

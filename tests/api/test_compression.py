@@ -112,6 +112,7 @@ def sizes_in(folder: Path) -> int:
 # Reading --------------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @each_facade
 @each_place
 @pytest.mark.parametrize("compression", ["zstd:1", "zstd:7"])
@@ -140,6 +141,7 @@ def test_every_call_reads_it(api: Facade, scheme: str, place: str, compression: 
     assert api.run(snapshot.verify()).ok
 
 
+@pytest.mark.few
 @each_facade
 @pytest.mark.parametrize("offload", ["thread", "process"])
 def test_an_asynchronous_save(api: Facade, tmp_path: Path, offload: str) -> None:
@@ -344,6 +346,7 @@ def problem_of(folder: Path) -> ActorSnapError:
     return report.problems[0]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("seed", range(12))
 def test_any_flipped_bit_is_found(saved: Path, tmp_path: Path, seed: int) -> None:
     folder = Path(shutil.copytree(saved, tmp_path / "s"))
@@ -567,6 +570,7 @@ def test_without_the_library_nobody_says_damaged(api: Facade, saved: Path) -> No
 # An object store ------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @each_facade
 @pytest.mark.parametrize("name", ["moto", "fake_gcs"])
 def test_on_an_object_store(api: Facade, name: str, request: pytest.FixtureRequest) -> None:

@@ -42,6 +42,7 @@ from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import assert_idle, assert_whole, leftovers, number_at, state
 from tests.api.zygote import Zygote
 from tests.held.actorsnap_raising import Speechless
+from tests.support.cases import slow
 
 _spaces = itertools.count()
 _SMALL_CHUNKS = Options(chunk_bytes=2 << 20)
@@ -84,6 +85,7 @@ async def attempt_at(url: str) -> str:
 # What comes out -------------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @each_facade
 @pytest.mark.parametrize("way", ["to memory", "from memory", "on disk"])
 def test_a_copy_has_the_same_bytes(
@@ -288,6 +290,7 @@ def failing(**faults: Any) -> Iterator[list[FaultyStorage]]:
         yield made
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("when", ["before", "after", "halfway"])
 @pytest.mark.parametrize("side", ["source", "destination"])
 async def test_every_operation_fails_once(
@@ -510,12 +513,11 @@ async def number_at_or_none(url: str) -> bool:
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [slow("before"), "after"])
 def test_killed_at_every_write(zygote: Zygote, tmp_path: Path, when: str) -> None:
     source = str(tmp_path / "source")
     sync.Snapshot.take(source, state(1))
@@ -597,6 +599,7 @@ async def test_a_copy_waits_for_a_collection(saved: str, tmp_path: Path) -> None
     assert await number_at_or_none(str(to))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("kind", ["memory", "fs"])
 async def test_two_copies_at_once(kind: str, saved: str, memory: str, tmp_path: Path) -> None:
     to = memory if kind == "memory" else str(tmp_path / "to")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +16,24 @@ from actorsnap import sync
 from actorsnap.format.manifest import OLDER_COMMIT_KEY
 from tests.api.places import make_both, make_older, number_at, state
 from tests.api.zygote import Ending, Zygote
+from tests.support.cases import slow
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
-each_save = pytest.mark.parametrize(
-    ("how", "when"),
-    [
-        ("take", "before"),
-        ("async_take", "after"),
-        pytest.param("take", "after", marks=pytest.mark.slow),
-        pytest.param("async_take", "before", marks=pytest.mark.slow),
-    ],
-)
+HOWS = [("take", "before"), ("async_take", "after"), ("take", "after"), ("async_take", "before")]
 
 
-def sweep(zygote: Zygote, folder: Path, function: str, **how: Any) -> tuple[int, list[Any]]:
-    """Kills at 1, 2, ...; returns how many runs were killed, and what each next one found."""
+def sweep(
+    zygote: Zygote, folder: Path, function: str, step: int = 1, **how: Any
+) -> tuple[int, list[Any]]:
+    """Kills at 1, 1 + step, ...; returns how many were killed, and what each next one found."""
     overwrite = how["overwrite"]
     found: list[Any] = []
-    for at in itertools.count(1):
+    for at in itertools.count(1, step):
         url = str(folder / f"{how['when']}-{at}")
         if overwrite:
             assert zygote.call("save", url=url, number=1).result() == ""
@@ -50,7 +43,7 @@ def sweep(zygote: Zygote, folder: Path, function: str, **how: Any) -> tuple[int,
             ending.result()
             assert found[-1]["found"] == 2
             assert found[-1]["left_before"] == []
-            return at - 1, found
+            return len(found) - 1, found
     raise AssertionError("unreachable")
 
 
@@ -74,7 +67,7 @@ def complete(keys: list[str]) -> list[str]:
     return [key for key in keys if key.partition("/")[0] in attempts]
 
 
-@each_save
+@pytest.mark.parametrize(("how", "when"), [HOWS[0], *(slow(*how) for how in HOWS[1:])])
 def test_killed_at_a_storage_operation_of_a_first_save(
     zygote: Zygote, tmp_path: Path, how: str, when: str
 ) -> None:
@@ -89,7 +82,7 @@ def test_killed_at_a_storage_operation_of_a_first_save(
     assert "unfinished" in [one["says"] for one in found]
 
 
-@each_save
+@pytest.mark.parametrize(("how", "when"), [HOWS[1], *(slow(*how) for how in HOWS[::2] + HOWS[3:])])
 def test_killed_at_a_storage_operation_of_a_save_that_replaces(
     zygote: Zygote, tmp_path: Path, how: str, when: str
 ) -> None:
@@ -102,6 +95,7 @@ def test_killed_at_a_storage_operation_of_a_save_that_replaces(
     assert [one["found"] for one in found] == [1] * (num_killed - 2) + [commit, 2, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_killed_at_a_storage_operation_of_a_compressed_save(
     zygote: Zygote, tmp_path: Path, when: str
@@ -122,24 +116,31 @@ def test_killed_at_a_storage_operation_of_a_compressed_save(
 
 
 SYSTEM_CALLS = [
-    pytest.param("torn", True, "take"),
-    pytest.param("before", False, "take", marks=pytest.mark.slow),
-    pytest.param("before", True, "take", marks=pytest.mark.slow),
-    pytest.param("after", False, "take", marks=pytest.mark.slow),
-    pytest.param("after", True, "take", marks=pytest.mark.slow),
-    pytest.param("before", True, "async_take", marks=pytest.mark.slow),
-    pytest.param("torn", False, "async_take", marks=pytest.mark.slow),
+    ("torn", True, "take", 3),  # every third call
+    slow("torn", True, "take", 1),
+    slow("before", False, "take", 1),
+    slow("before", True, "take", 1),
+    slow("after", False, "take", 1),
+    slow("after", True, "take", 1),
+    slow("before", True, "async_take", 1),
+    slow("torn", False, "async_take", 1),
 ]
 
 
-@pytest.mark.parametrize(("when", "overwrite", "how"), SYSTEM_CALLS)
+@pytest.mark.parametrize(("when", "overwrite", "how", "step"), SYSTEM_CALLS)
 def test_killed_at_a_system_call(
-    zygote: Zygote, tmp_path: Path, how: str, when: str, overwrite: bool
+    zygote: Zygote, tmp_path: Path, how: str, when: str, overwrite: bool, step: int
 ) -> None:
     num_killed, found = sweep(
-        zygote, tmp_path, "save_and_die_at_system_call", how=how, overwrite=overwrite, when=when
+        zygote,
+        tmp_path,
+        "save_and_die_at_system_call",
+        step,
+        how=how,
+        overwrite=overwrite,
+        when=when,
     )
-    assert num_killed > 20
+    assert num_killed > 20 // step
     temporaries = [key for one in found for key in one["left_before"] if key.endswith(".tmp")]
     assert temporaries, "no run was killed while a temporary lay there"
 
@@ -147,7 +148,7 @@ def test_killed_at_a_system_call(
 # Commit objects of the older name -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", [slow("before"), "after"])
 def test_killed_while_an_older_snapshot_is_replaced(
     zygote: Zygote, tmp_path: Path, when: str
 ) -> None:
@@ -172,6 +173,7 @@ def test_killed_while_an_older_snapshot_is_replaced(
         assert any(OLDER_COMMIT_KEY not in keys for keys in between)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("has_both", [True, False])
 def test_killed_while_an_older_snapshot_is_deleted(
@@ -201,6 +203,7 @@ def test_killed_while_an_older_snapshot_is_deleted(
     assert len(found) >= (6 if has_both else 4)
 
 
+@pytest.mark.slow  # a copy, and an older snapshot: the others have them
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("has_both", [True, False])
 def test_killed_while_a_copy_replaces_an_older_snapshot(

@@ -297,6 +297,7 @@ def test_a_full_device_and_a_tensor_that_needs_a_slab(fake: FakeDevices, tmp_pat
     assert caught.value.stage == "stage"
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [THREAD, PROCESS], ids=["thread", "process"])
 @pytest.mark.parametrize(("call", "number"), [("copy", 1), ("copy", 2), ("pack", 1), ("mark", 1)])
 def test_a_copy_that_fails_aborts_the_save(

@@ -14,16 +14,22 @@ import pytest
 import torch
 
 from actorsnap import Options, SnapshotAborted, StateDict, sync
+from actorsnap.actors import abandonable
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import ObjectWriter, Storage
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 from tests.api.faults import faulty, faulty_url
 from tests.api.test_process import run_script
 
-pytestmark = pytest.mark.blocking
+pytestmark = [pytest.mark.blocking, pytest.mark.usefixtures("forker")]
 
 MIB = 1 << 20
 SHORT = Options(fsync=False, timeout_s=1.0)
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(abandonable, "_GRACE_S", 0.5)
 
 
 class HangingStorage(Wrapper):
@@ -156,9 +162,11 @@ def test_the_process_exits(tmp_path: Path) -> None:
     done = run_script(
         """
         import threading
+        from actorsnap.actors import abandonable
         from tests.api.test_hanging_storage import HangingStorage, big
+        abandonable._GRACE_S = 0.5
         _scheme.wrap = lambda inner: HangingStorage(inner, threading.Event(), "write_at")
-        short = Options(fsync=False, timeout_s=4.0)  # but time enough for staging
+        short = Options(fsync=False, timeout_s=3.0)  # but time enough for staging
         actorsnap.sync.Snapshot.async_take(faulty_url(sys.argv[1] + "/s"), big(), options=short)
         print("last line")
         """,

@@ -734,6 +734,11 @@ def send(process: psutil.Process, number: signal.Signals) -> None:
         process.send_signal(number)
 
 
+def test_a_history(tmp_path: Path) -> None:
+    live(SEEDS[0], tmp_path, 10)
+
+
+@pytest.mark.slow
 def test_some_histories_with_everything_in_them(tmp_path: Path) -> None:
     did: Counter[str] = Counter()
     for seed in SEEDS:

@@ -47,6 +47,8 @@ from tests.api.slow_storage import gated
 from tests.api.test_process import run_script
 from tests.pages import ROOT, blocks
 
+pytestmark = pytest.mark.usefixtures("forker")
+
 MIB = 1 << 20
 PATIENCE_S = 180.0
 CHUNKS = Options(chunk_bytes=2 * MIB, fsync=False, offload="thread")
@@ -413,6 +415,7 @@ def seeds(start: int, num_quick: int, num: int) -> list[Any]:
     return [*range(start, start + num_quick), *marked]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize("seed", seeds(0, 12, 25))
 def test_the_state_at_the_call_is_what_is_saved(seed: int, tmp_path: Path) -> None:
     train_while_copies_dawdle(seed, CHUNKS, tmp_path)
@@ -521,6 +524,7 @@ def with_fused_sgd(momentum: float) -> Trainer:
     return trainer
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("options", [CHUNKS, PROCESS], ids=["thread", "process"])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "ModelState"])

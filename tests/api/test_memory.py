@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.api.memory_child import MIB, SCENARIOS
+from tests.support.cases import slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,19 +47,22 @@ BOUNDS = {
 @pytest.mark.parametrize(
     "names",
     [
-        ["take", "take-strided"],
-        ["async-take", "async-take-strided"],
-        ["read-into", "read-into-strided", "read-fresh"],
-        [
-            "read-view",
-            "read-into-view",
-            "read-column",
-            "read-into-column",
-            "read-quantized",
-            "read-into-quantized",
-            "read-into-sparse",
-        ],
-        ["restore", "restore-strided", "verify"],
+        # One of each kind of call, and all of them.
+        ["async-take", "take-strided", "read-into", "read-column", "restore-strided", "verify"],
+        slow(["take", "take-strided"]),
+        slow(["async-take-strided"]),
+        slow(["read-into-strided", "read-fresh"]),
+        slow(
+            [
+                "read-view",
+                "read-into-view",
+                "read-into-column",
+                "read-quantized",
+                "read-into-quantized",
+                "read-into-sparse",
+            ]
+        ),
+        slow(["restore"]),
     ],
     ids=lambda names: names[0],
 )

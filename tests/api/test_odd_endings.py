@@ -31,6 +31,7 @@ from actorsnap.testing import run_blocking_in_thread
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import assert_idle, number_at, number_of, state
 from tests.held.actorsnap_raising import KINDS, Raising
+from tests.support.cases import mostly_slow
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -245,12 +246,13 @@ async def _sweep(call: str, kind: str, verbs: tuple[str, ...]) -> None:
     assert not wrong, "\n".join([f"{call}, {kind}:", *wrong])
 
 
-@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("call", mostly_slow(CALLS, "async_take", "restore", "copy_to"))
 async def test_a_cancelled_error_of_the_storage_is_its_failure(call: str) -> None:
     """In every verb: aiohttp raises it in requests of a session that was closed."""
     await _sweep(call, "CancelledError", VERBS)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("call", CALLS)
 async def test_odd_endings(call: str, kind: str) -> None:
@@ -335,6 +337,7 @@ class _Answering(Wrapper):
         return self._answer if verb == self._verb else answer
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(
     ("verb", "answer"),

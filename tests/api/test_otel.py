@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,9 @@ from actorsnap.storage.base import Storage
 from actorsnap.sync import Snapshot
 from actorsnap.testing.faults import FaultyStorage, Verb
 from tests.api.faults import faulty, faulty_url
+from tests.support import forker
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 ROOT = Path(__file__).parents[2]
 
@@ -152,7 +154,7 @@ from actorsnap.sync import Snapshot
 Snapshot.take("memory://x", {{"s": StateDict(x=torch.ones(3))}}, options=Options({options}))
 print(*[name for name in sys.modules if name.startswith(("opentelemetry", "actorsnap"))])
 """
-    command = [sys.executable, "-W", "error", "-c", script]
+    command = forker.command("-W", "error", "-c", script)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return {name for name in done.stdout.split() if name.startswith("opentelemetry")}

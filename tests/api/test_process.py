@@ -6,7 +6,6 @@ import asyncio
 import logging
 import os
 import subprocess
-import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,15 +23,18 @@ from actorsnap.testing import FaultyStorage
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import assert_idle, assert_whole, number_at, number_of, state
 from tests.api.zygote import ROOT, Zygote
+from tests.support import forker
+from tests.support.cases import slow
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 MIB = 1 << 20
 FAST = Options(fsync=False)
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
 @pytest.fixture
@@ -79,12 +81,7 @@ def run_script(body: str, *arguments: object) -> subprocess.CompletedProcess[str
         from tests.api.places import state
     """
     return subprocess.run(
-        [
-            sys.executable,
-            "-c",
-            textwrap.dedent(head) + textwrap.dedent(body),
-            *map(str, arguments),
-        ],
+        forker.command("-c", textwrap.dedent(head) + textwrap.dedent(body), *map(str, arguments)),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -113,7 +110,7 @@ def test_the_interpreter_exits_with_pending_snapshots(tmp_path: Path) -> None:
         asyncio.run(assert_whole(tmp_path / str(number), number))
 
 
-@pytest.mark.parametrize("offload", ["thread", "process"])
+@pytest.mark.parametrize("offload", [slow("thread"), "process"])
 def test_the_interpreter_exits_and_aborts_what_is_pending(tmp_path: Path, offload: str) -> None:
     """What is in the storage before stays what it is, and nothing of the aborted one is left."""
     asyncio.run(Snapshot.take(str(tmp_path / "s"), state(1)))
@@ -232,6 +229,7 @@ async def test_two_snapshots_in_flight(tmp_path: Path) -> None:
     assert_idle()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("scheme", ["fs", "memory"])
 async def test_many_snapshots_and_a_small_budget(
     tmp_path: Path, scheme: str, own_budget: None
@@ -277,6 +275,7 @@ async def test_snapshots_of_one_task_are_staged_in_order(tmp_path: Path, own_bud
     assert_idle()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("scheme", ["fs", "memory"])
 @pytest.mark.parametrize("chunk_mib", [2, 16])
 async def test_a_state_larger_than_the_budget(

@@ -14,10 +14,12 @@ import anyio
 import pytest
 
 from actorsnap import Options, Snapshot, StorageError, sync
+from actorsnap.actors import abandonable
 from actorsnap.runtime.host import Host
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import number_at, state
+from tests.support.cases import mostly_slow
 
 CALLS: dict[str, tuple[str, Callable[[Snapshot], Any]]] = {
     "restore": ("get", lambda s: s.restore(state(-1))),
@@ -63,12 +65,16 @@ SYSTEM_CALLS: dict[str, tuple[str, Callable[[sync.Snapshot], Any]]] = {
 
 
 @pytest.mark.blocking
-@pytest.mark.parametrize("call", SYSTEM_CALLS)
+@pytest.mark.parametrize(
+    "call",
+    mostly_slow(SYSTEM_CALLS, "restore", "verify", "read_object", "delete", "delete-garbage"),
+)
 def test_a_system_call_that_hangs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     url = str(tmp_path / "s")
     sync.Snapshot.take(url, state(1), options=Options(fsync=False))
+    monkeypatch.setattr(abandonable, "_GRACE_S", 0.3)
     name, run = SYSTEM_CALLS[call]
     system_call, recovered, hung = getattr(os, name), threading.Event(), threading.Event()
 

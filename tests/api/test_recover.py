@@ -437,6 +437,7 @@ def test_a_commit_at_the_last_moment_stays(lost: Path, tmp_path: Path) -> None:
     assert (lost / COMMIT_KEY).read_bytes() == other
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_any_operation_may_fail(lost: Path, when: str) -> None:
     """Nothing is written, or the snapshot is recovered."""

@@ -15,6 +15,7 @@ import torch
 from actorsnap import ObjectExists, Options, SnapshotAborted, StateDict, sync
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
+from tests.support.cases import slow
 
 FAST = Options(fsync=False)
 State = dict[str, StateDict]
@@ -68,7 +69,9 @@ def _cancel(url: str, state: State) -> None:
             pending.wait()
 
 
-@pytest.mark.parametrize("save", [_take, _async_take, _fail, _fail_early, _exists, _cancel])
+@pytest.mark.parametrize(
+    "save", [_take, _async_take, _fail, slow(_fail_early), slow(_exists), _cancel]
+)
 def test_the_app_state_is_let_go(tmp_path: Path, save: Callable[[str, State], None]) -> None:
     tensor, sparse = torch.ones(800_000), torch.eye(50).to_sparse()
     array = bytearray(10_000)

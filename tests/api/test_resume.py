@@ -26,6 +26,7 @@ from tests.servers.base import S3Server, Server
 from tests.servers.ceph import CephServer
 from tests.servers.fake_gcs import FakeGcsServer
 from tests.servers.moto import MotoServer
+from tests.support.cases import slow
 
 MIB = 1 << 20
 CHUNK = 2 * MIB
@@ -171,7 +172,7 @@ async def test_an_older_attempt_that_has_more_is_used_too(url: str) -> None:
     await assert_holds(url, state(1))
 
 
-@pytest.mark.parametrize("fail_when", ["before", "after"])
+@pytest.mark.parametrize("fail_when", [slow("before"), "after"])
 async def test_killed_at_every_operation_and_resumed_twice(url: str, fail_when: str) -> None:
     for k in itertools.count(1):
         at = f"{url}/{k}"
@@ -216,6 +217,7 @@ def on_another_host() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("at", "overwrite"),
     # A writer, writes, the end of the object, a manifest, and a commit that replaces another.
@@ -254,9 +256,8 @@ PART = 10 * MIB
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
 @pytest.fixture(params=[pytest.param("moto", marks=pytest.mark.slow), "ceph"])
@@ -285,7 +286,7 @@ async def _resume(url: str, options: dict[str, Any]) -> int:
 @pytest.mark.parametrize(
     ("at", "missing_bytes"),
     # Some components of one or two MiB are there; all of the object; or it is composed of them.
-    [(21, 21 * MIB), (32, 0), (33, 60 * MIB)],
+    [(21, 21 * MIB), slow(32, 0), slow(33, 60 * MIB)],
 )
 def test_killed_components_are_resumed(
     zygote: Zygote, fake_gcs: FakeGcsServer, at: int, missing_bytes: int
@@ -299,7 +300,7 @@ def test_killed_components_are_resumed(
     assert missing_bytes <= sent < missing_bytes + MIB
 
 
-@pytest.mark.parametrize("name", ["moto", "fake_gcs"])
+@pytest.mark.parametrize("name", [slow("moto"), "fake_gcs"])
 def test_garbage_of_a_killed_upload_is_collected(
     zygote: Zygote, request: pytest.FixtureRequest, name: str
 ) -> None:

@@ -82,6 +82,7 @@ def addresses(value: Any, path: str = "") -> dict[str, int]:
 # Every kind of leaf ---------------------------------------------------------------------------
 
 
+@pytest.mark.few
 @each_facade
 @each_place
 @pytest.mark.parametrize("is_async", [False, True], ids=["take", "async_take"])
@@ -98,6 +99,7 @@ def test_leaves_come_back_fresh(api: Facade, case: str, is_async: bool, place: s
     assert api.run(api.Snapshot(place).verify("full")).ok
 
 
+@pytest.mark.few
 @each_facade
 @each_place
 @pytest.mark.parametrize("case", CASES)
@@ -813,7 +815,7 @@ _app_states = st.dictionaries(
 )
 
 
-@settings(max_examples=100, suppress_health_check=list(HealthCheck))
+@settings(suppress_health_check=list(HealthCheck))
 @given(state=_app_states, is_async=st.booleans())
 def test_random_states(state: dict[str, Any], is_async: bool) -> None:
     name = f"random-{next(_numbers)}"
@@ -838,6 +840,7 @@ def test_random_states(state: dict[str, Any], is_async: bool) -> None:
     forget_space(name)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("offload", ["thread", "process"])
 @each_facade
 def test_names_that_utf8_cannot_say(

@@ -18,11 +18,12 @@ import pytest
 import actorsnap
 from actorsnap import Options, Snapshot, UsageError, sync
 from tests.api.places import number_of, state
+from tests.support import forker
 
 ROOT = Path(__file__).parents[2]
 FAST = Options(fsync=False)
 
-pytestmark = pytest.mark.blocking
+pytestmark = [pytest.mark.blocking, pytest.mark.usefixtures("forker")]
 
 
 @pytest.fixture(autouse=True)
@@ -177,4 +178,4 @@ async def test_refused_where_ipython_is_no_kernel(
 def test_the_line_of_the_refusal_can_be_typed() -> None:
     """After ``import actorsnap`` alone."""
     script = "import actorsnap; actorsnap.sync.allow_in_running_loop()"
-    subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=300)
+    subprocess.run(forker.command("-c", script), cwd=ROOT, check=True, timeout=300)

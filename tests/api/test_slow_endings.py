@@ -22,6 +22,7 @@ from actorsnap import (
     StorageError,
     Throttled,
 )
+from actorsnap.actors import abandonable
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.network import RetryPolicy, RetryStorage
@@ -30,13 +31,20 @@ from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import assert_whole, number_of, state
+from tests.support.cases import mostly_slow, slow
 
 T = TypeVar("T")
 P = ParamSpec("P")
 
 BUSY = Throttled(op="get", key="k", backend="busy", detail="come back in the evening")
 POLICY = RetryPolicy(max_attempts=1000, first_delay_s=0.1, max_delay_s=0.1, max_total_s=3600.0)
-SHORT = Options(fsync=False, timeout_s=2.0)
+SHORT = Options(fsync=False, timeout_s=1.0)
+
+
+@pytest.fixture(autouse=True)
+def _short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a storage that does not answer gets for cleaning up."""
+    monkeypatch.setattr(abandonable, "_GRACE_S", 0.5)
 
 
 def _open_busy(url: str, context: StorageContext) -> Storage:
@@ -76,10 +84,10 @@ async def _copy_to(url: str) -> None:
     ("call", "verb"),
     [
         (_take, "get"),  # the look for an older snapshot
-        (_take, "writer"),
-        (_take, "stat"),  # the commit
+        slow(_take, "writer"),
+        slow(_take, "stat"),  # the commit
         (_restore, "read_into"),
-        (_verify, "stat"),
+        slow(_verify, "stat"),
         (_copy_to, "put"),
     ],
 )
@@ -89,7 +97,7 @@ async def test_a_timeout_quotes_the_last_error_of_the_storage(
     await Snapshot.take(tmp_path / "s", state(1))
     with (
         caplog.at_level(logging.WARNING, "actorsnap"),
-        pytest.raises(ActorSnapError, match="timeout_s=2 is over.*come back in the evening") as e,
+        pytest.raises(ActorSnapError, match="timeout_s=1 is over.*come back in the evening") as e,
     ):
         await call(f"busy://{verb}{tmp_path}/s")  # type: ignore[misc]
     assert isinstance(e.value, SnapshotAborted if call is _take else StorageError)
@@ -111,7 +119,7 @@ async def _recover(url: str) -> None:
     await Snapshot(url, options=SHORT).recover(force=True)
 
 
-@pytest.mark.parametrize("call", [_take_first, _restore, _verify, _copy_from, _recover])
+@pytest.mark.parametrize("call", [_take_first, _restore, slow(_verify), _copy_from, slow(_recover)])
 async def test_a_storage_that_is_never_closed_keeps_nobody_waiting(
     tmp_path: Path, call: Callable[[str], object], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -129,20 +137,19 @@ async def test_a_storage_that_is_never_closed_leaves_time_to_read(tmp_path: Path
     await Snapshot.take(tmp_path / "s", state(1))
     began = time.monotonic()
     with faulty(NeverClosed):
-        snapshot = Snapshot(faulty_url(tmp_path / "s"), options=Options(timeout_s=6.0))
+        snapshot = Snapshot(faulty_url(tmp_path / "s"), options=Options(timeout_s=3.0))
         await snapshot.restore(restored := state(-1))
-    assert time.monotonic() - began < 8.0
+    assert time.monotonic() - began < 5.0
     assert number_of(restored) == 1
 
 
 @pytest.mark.parametrize(
     "call",
     [
-        lambda s: s.restore(state(-1)),
-        lambda s: s.read_object("model/weight"),
-        lambda s: s.get_state_dict_for_key("model"),
+        pytest.param(lambda s: s.restore(state(-1)), id="restore"),
+        slow(lambda s: s.read_object("model/weight"), id="read_object"),
+        slow(lambda s: s.get_state_dict_for_key("model"), id="get_state_dict_for_key"),
     ],
-    ids=["restore", "read_object", "get_state_dict_for_key"],
 )
 async def test_index_and_data_are_read_within_one_timeout(
     tmp_path: Path, call: Callable[[Snapshot], Awaitable[object]]
@@ -154,7 +161,7 @@ async def test_index_and_data_are_read_within_one_timeout(
         return FaultyStorage(inner, latency_s={"get": 0.8, "read_into": 1.6}, has_blocking_io=False)
 
     with faulty(slow):
-        snapshot = Snapshot(faulty_url(tmp_path / "s"), options=SHORT)
+        snapshot = Snapshot(faulty_url(tmp_path / "s"), options=Options(timeout_s=2.0))
         with pytest.raises(StorageError, match="timeout_s=2 is over"):
             await call(snapshot)
         await snapshot.get_manifest()  # another call has its own time
@@ -177,7 +184,7 @@ class Dying(Wrapper):
         return await call(*args, **kwargs)
 
 
-@pytest.mark.parametrize("at", range(1, 12))
+@pytest.mark.parametrize("at", mostly_slow(range(1, 12), 4, 7, 10))
 async def test_a_storage_that_dies_keeps_no_save_waiting(tmp_path: Path, at: int) -> None:
     """Neither for cleaning up nor for the look whether the commit is there."""
     began = time.monotonic()
@@ -212,7 +219,7 @@ class Swallowing(Wrapper):
             await anyio.sleep_forever()
 
 
-@pytest.mark.parametrize("call", ["take", "recover", "copy_to"])
+@pytest.mark.parametrize("call", ["take", slow("recover"), "copy_to"])
 async def test_a_client_that_swallows_a_cancellation_has_not_committed(
     tmp_path: Path, call: str
 ) -> None:
@@ -226,7 +233,7 @@ async def test_a_client_that_swallows_a_cancellation_has_not_committed(
         "recover": lambda: Snapshot(faulty_url(there), options=SHORT).recover(force=True),
         "copy_to": lambda: Snapshot(tmp_path / "source", options=SHORT).copy_to(faulty_url(there)),
     }
-    with faulty(Swallowing), pytest.raises(ActorSnapError, match="timeout_s=2 is over"):
+    with faulty(Swallowing), pytest.raises(ActorSnapError, match="timeout_s=1 is over"):
         await calls[call]()
     with pytest.raises(NotASnapshot):
         await Snapshot(there).metadata

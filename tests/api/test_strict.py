@@ -293,6 +293,7 @@ EXTRA: dict[str, Callable[[], Any]] = {
 }
 
 
+@pytest.mark.few
 @either
 @pytest.mark.parametrize("saved", EXTRA)
 def test_extra_state_is_taken_whole(shelf: Shelf, saved: str, strict: bool) -> None:

@@ -7,6 +7,8 @@ imports, never starts the runtime, and forks a child for each call of a function
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib
 import json
 import os
@@ -79,6 +81,14 @@ class Zygote:
         self._process.stdin.close()
         self._process.stdout.close()
         self._process.wait(timeout=LIMIT_S)
+
+    @classmethod
+    @functools.cache
+    def shared(cls, number: int = 0) -> Zygote:
+        """One that lives as long as this process. Those of two numbers run at once."""
+        zygote = cls()
+        atexit.register(zygote.__exit__)
+        return zygote.__enter__()
 
     def start(self, function: str, **arguments: Any) -> None:
         """Begins a call; ``end`` must follow."""

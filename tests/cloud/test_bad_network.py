@@ -14,6 +14,7 @@ from tests.cloud.places import Store, is_state, keys_of, refused, requests_of, s
 from tests.servers.base import S3Server
 from tests.servers.ceph import CephServer
 from tests.servers.rclone import RcloneServer
+from tests.support.cases import slow
 from tests.support.proxy import (
     Answer,
     Drop,
@@ -49,6 +50,7 @@ def any_server(request: pytest.FixtureRequest) -> Store:
     return server
 
 
+@pytest.mark.few(1)
 def test_a_bit_that_flips_on_the_way_up(store: Store, store_proxy: FaultProxy) -> None:
     url = store.url(store.make_bucket(), "run")
     flip = FlipBit(way=Way.UP, at_byte=MIB)
@@ -57,6 +59,7 @@ def test_a_bit_that_flips_on_the_way_up(store: Store, store_proxy: FaultProxy) -
     assert_saved(url, 1, store.storage_options())
 
 
+@pytest.mark.few(2)
 def test_a_bit_that_flips_on_the_way_down(any_server: Store) -> None:
     url = any_server.url(any_server.make_bucket(), "run")
     take(url, 1, any_server.storage_options())
@@ -70,6 +73,7 @@ def test_a_bit_that_flips_on_the_way_down(any_server: Store) -> None:
             Snapshot(url, storage_options=options).restore(state(-1))
 
 
+@pytest.mark.few(1)
 def test_bits_that_always_flip_on_the_way_up(any_server: Store) -> None:
     bucket = any_server.make_bucket()
     url = any_server.url(bucket, "run")
@@ -117,8 +121,9 @@ def outlast(store: Store, store_proxy: FaultProxy, for_s: float) -> None:
     assert uploads_of(store, bucket) == []
 
 
+@pytest.mark.parametrize("store", [slow("ceph"), "fake_gcs"], indirect=True)
 def test_a_server_that_is_away_for_a_while(store: Store, store_proxy: FaultProxy) -> None:
-    outlast(store, store_proxy, 2.0)
+    outlast(store, store_proxy, 1.0)
 
 
 @pytest.mark.slow
@@ -126,13 +131,14 @@ def test_a_server_that_is_away_for_half_a_minute(store: Store, store_proxy: Faul
     outlast(store, store_proxy, 30.0)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     "fault",
     [
         Stall(way=Way.UP, after_bytes=MIB),
         Reset(way=Way.UP, after_bytes=MIB),
-        Truncate(way=Way.UP, after_bytes=MIB),
-        Stall(way=Way.DOWN),
+        slow(Truncate(way=Way.UP, after_bytes=MIB)),
+        slow(Stall(way=Way.DOWN)),
         LoseAnswer(),
     ],
     ids=repr,
@@ -149,7 +155,8 @@ def test_a_connection_that_breaks_on_the_way_up(
     assert uploads_of(store, bucket) == []
 
 
-@pytest.mark.parametrize("kind", [Stall, Reset, Truncate])
+@pytest.mark.few
+@pytest.mark.parametrize("kind", [Stall, Reset, slow(Truncate)])
 def test_a_connection_that_breaks_on_the_way_down(
     store: Store, store_proxy: FaultProxy, kind: Any
 ) -> None:
@@ -162,6 +169,7 @@ def test_a_connection_that_breaks_on_the_way_down(
         assert_saved(url, 1, options)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("what", ["create", "complete", "commit"])
 def test_an_answer_that_is_lost(store: Store, store_proxy: FaultProxy, what: str) -> None:
     bucket = store.make_bucket()
@@ -173,6 +181,7 @@ def test_an_answer_that_is_lost(store: Store, store_proxy: FaultProxy, what: str
         assert uploads_of(store, bucket) == []
 
 
+@pytest.mark.parametrize("store", ["ceph", slow("fake_gcs")], indirect=True)
 def test_a_server_that_stalls_for_ever(store: Store, store_proxy: FaultProxy) -> None:
     bucket = store.make_bucket()
     url = store.url(bucket, "run")
@@ -182,12 +191,13 @@ def test_a_server_that_stalls_for_ever(store: Store, store_proxy: FaultProxy) ->
         store_proxy.fault(Stall(way=Way.UP, after_bytes=MIB), **requests_of(store).part),
         refused(None, SnapshotAborted),
     ):
-        take(url, 1, options, options=Options(timeout_s=4.0))
+        take(url, 1, options, options=Options(timeout_s=2.5))
     assert time.monotonic() - began_s < 60
     assert keys_of(store, bucket) == []
     assert uploads_of(store, bucket) == []
 
 
+@pytest.mark.parametrize("store", [slow("ceph"), "fake_gcs"], indirect=True)
 def test_a_transfer_that_takes_too_long(store: Store) -> None:
     bucket = store.make_bucket()
     url = store.url(bucket, "run")
@@ -202,6 +212,7 @@ def test_a_transfer_that_takes_too_long(store: Store) -> None:
         assert uploads_of(store, bucket) == []
 
 
+@pytest.mark.slow  # how they are numbered: tests/storage/test_s3.py
 def test_many_parts_on_a_server_that_wants_no_gaps(rclone: RcloneServer) -> None:
     bucket, options = rclone.make_bucket(), rclone.storage_options()
     num_floats = 100 << 18  # of 100 MiB, one object

@@ -36,6 +36,7 @@ async def cancelled_when_hit(rule: Rule, work: Coroutine[Any, Any, Any]) -> floa
     return time.monotonic() - began_s
 
 
+@pytest.mark.few
 @pytest.mark.parametrize(
     ("fault", "what"),
     [
@@ -66,6 +67,7 @@ async def test_a_save(
     await asyncio.to_thread(shutdown)
 
 
+@pytest.mark.few(1)
 async def test_a_restore(store: Store, store_proxy: FaultProxy, no_leaks: LeakCheck) -> None:
     url = store.url(store.make_bucket(), "run")
     options = store.storage_options(store_proxy)

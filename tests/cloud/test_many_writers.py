@@ -14,22 +14,22 @@ from tests.api.places import leftovers, number_at
 from tests.api.zygote import Zygote
 from tests.cloud.places import Store, is_state, keys_of, state, uploads_of
 from tests.cloud.ranks import NUM_FLOATS
+from tests.support.cases import slow
 from tests.worlds import Director
 
 
 @pytest.fixture(scope="module")
-def zygotes() -> Iterator[list[Zygote]]:
-    with Zygote() as one, Zygote() as other:
-        yield [one, other]
+def zygotes() -> list[Zygote]:
+    return [Zygote.shared(), Zygote.shared(1)]
 
 
 @pytest.mark.parametrize(
     ("name", "overwrite"),
     [
-        ("ceph", False),
+        slow("ceph", False),
         ("fake_gcs", False),
-        pytest.param("ceph", True, marks=pytest.mark.slow),
-        pytest.param("fake_gcs", True, marks=pytest.mark.slow),
+        slow("ceph", True),
+        slow("fake_gcs", True),
     ],
 )
 def test_of_two_that_save_one_commits(
@@ -76,9 +76,7 @@ def director() -> Iterator[Director]:
         yield director
 
 
-@pytest.mark.parametrize(
-    "name", ["ceph", pytest.param("rclone", marks=pytest.mark.slow), "fake_gcs"]
-)
+@pytest.mark.parametrize("name", [slow("ceph"), slow("rclone"), "fake_gcs"])
 def test_ranks_write_one_object_together(
     request: pytest.FixtureRequest, director: Director, name: str
 ) -> None:

@@ -19,6 +19,7 @@ from tests.servers.base import GcsServer, S3Server
 from tests.servers.ceph import CephServer
 from tests.servers.fake_gcs import FakeGcsServer
 from tests.storage.peers import serving
+from tests.support.cases import slow
 from tests.support.proxy import Answer, FaultProxy
 
 SMALL = 1000
@@ -158,7 +159,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize(
     ("scheme", "how"),
-    [("s3", "nobody listens"), ("s3", "silence"), ("s3", "no route"), ("gs", "silence")],
+    [
+        ("s3", "nobody listens"),
+        slow("s3", "silence"),
+        slow("s3", "no route"),
+        ("gs", "silence"),
+    ],
 )
 def test_an_endpoint_that_cannot_be_reached(scheme: str, how: str) -> None:
     options = OPTIONS[scheme].copy()
@@ -208,6 +214,7 @@ def server(request: pytest.FixtureRequest) -> S3Server | GcsServer:
     return found
 
 
+@pytest.mark.few(1)
 def test_names_that_urls_must_quote(server: S3Server | GcsServer) -> None:
     bucket, options = server.make_bucket(), server.storage_options()
     url = server.url(bucket, NAME)

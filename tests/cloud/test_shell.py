@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from actorsnap.cli import app
 from actorsnap.sync import Snapshot
 from tests.cloud.places import Store, is_state, keys_of, state
+from tests.support.cases import slow
 
 SMALL = 1000
 
@@ -22,6 +23,7 @@ def shell(*arguments: str, code: int = 0) -> str:
     return done.stdout
 
 
+@pytest.mark.parametrize("store", [slow("ceph"), "fake_gcs"], indirect=True)
 def test_all_commands(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in store.env().items():
         monkeypatch.setenv(name, value)

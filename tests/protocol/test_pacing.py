@@ -78,6 +78,7 @@ class Trainer:
         return self.cost * fmean(self.duties[first:])
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("noise", [0.005, 0.02, 0.05])
 @pytest.mark.parametrize("cost", [0.05, 0.2, 0.6])

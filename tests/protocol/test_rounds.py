@@ -384,6 +384,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("faults", SMALL, ids=lambda faults: "-".join(faults))
 @pytest.mark.parametrize(
     "skipping", [frozenset(), frozenset({1}), frozenset({0, 1})], ids=["all", "one", "none"]

@@ -24,7 +24,7 @@ from tests.worlds import Rank, World
 
 __all__ = ["direct_go"]
 
-OPTIONS = Options(timeout_s=60, lost_after_s=5)
+OPTIONS = Options(timeout_s=60, lost_after_s=3)
 NUM_ROUNDS = 3
 LABEL = Label(CallKind.RESTORE, "/snapshot")
 

@@ -10,7 +10,6 @@ import os
 import re
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,11 @@ from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
 from tests.ranks.models import MODULES
 from tests.ranks.offloads import LOST_AFTER_S
+from tests.support import forker
+from tests.support.cases import slow
 from tests.worlds import ROOT, Director
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 LEAVES = """
 import sys, torch
@@ -88,8 +91,11 @@ def kinds(director: Director, tmp_path: Path, num_ranks: int, *names: str) -> No
             assert torch.equal(right[leaf], expected), leaf
 
 
-def test_processes_save_what_threads_save(director: Director, tmp_path: Path) -> None:
-    kinds(director, tmp_path, 2, "ddp", "fsdp2", "sharded_tensor", "pipeline")
+@pytest.mark.parametrize("names", [["ddp", "fsdp2"], slow(["sharded_tensor", "pipeline"])])
+def test_processes_save_what_threads_save(
+    director: Director, tmp_path: Path, names: list[str]
+) -> None:
+    kinds(director, tmp_path, 2, *names)
 
 
 @pytest.mark.slow
@@ -172,7 +178,7 @@ def test_ranks_exit_behind_a_save(tmp_path: Path, options: str) -> None:
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LEAVES, str(path), options],
+            forker.command("-c", LEAVES, str(path), options),
             cwd=ROOT,
             env={**os.environ, **job, "RANK": str(rank)},
             stderr=subprocess.PIPE,
@@ -351,6 +357,7 @@ def test_processes_commit_what_all_trainers_had_staged(director: Director, tmp_p
     assert len(assemble(tmp_path / "s").private) == 6
 
 
+@pytest.mark.slow  # as above, of one trainer
 def test_rank_0s_trainer_dies_before_the_commit_of_a_detached_save(
     director: Director, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.ranks.models import MODULES
+from tests.support.cases import slow
 from tests.worlds import Director
 
 NUM_RANKS = 3
@@ -24,14 +25,14 @@ def director() -> Iterator[Director]:
     ("case", "offload", "others", "odd"),
     [
         ("step", "thread", "async_take('{s}', step=2)", "async_take('{s}', step=3)"),
-        ("step", "process", "async_take('{s}', step=2)", "async_take('{s}', step=3)"),
-        ("path", "thread", "async_take('{s}')", "async_take('{t}')"),
+        slow("step", "process", "async_take('{s}', step=2)", "async_take('{s}', step=3)"),
+        slow("path", "thread", "async_take('{s}')", "async_take('{t}')"),
         ("path", "process", "async_take('{s}')", "async_take('{t}')"),
         ("kind", "thread", "async_take('{s}', step=2)", "take('{s}', step=2)"),
-        ("kind", "process", "async_take('{s}', step=2)", "take('{s}', step=2)"),
+        slow("kind", "process", "async_take('{s}', step=2)", "take('{s}', step=2)"),
         ("restore", "thread", "take('{s}', step=2)", "restore('{s}')"),
         ("restore of what is not there", "thread", "async_take('{s}')", "restore('{gone}')"),
-        ("restore of what is not there", "process", "async_take('{s}')", "restore('{gone}')"),
+        slow("restore of what is not there", "process", "async_take('{s}')", "restore('{gone}')"),
         ("other restore", "thread", "restore('{s}')", "restore('{gone}')"),
         ("other existing restore", "thread", "restore('{s}')", "restore('{t}')"),
         ("dry run", "thread", "restore('{s}')", "plan_restore('{s}')"),
@@ -70,7 +71,8 @@ def test_paths_that_are_spelled_otherwise_are_equal(director: Director, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("call", "offload"), [("take", "thread"), ("async_take", "process"), ("restore", "thread")]
+    ("call", "offload"),
+    [("take", "thread"), slow("async_take", "process"), slow("restore", "thread")],
 )
 def test_only_rank_0_calls(director: Director, tmp_path: Path, call: str, offload: str) -> None:
     said = director.play(
@@ -101,7 +103,8 @@ def check_late(said: list[Any], whom: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "offload"), [("take", "thread"), ("async_take", "process"), ("restore", "thread")]
+    ("call", "offload"),
+    [slow("take", "thread"), slow("async_take", "process"), ("restore", "thread")],
 )
 def test_rank_0_does_not_call(director: Director, tmp_path: Path, call: str, offload: str) -> None:
     said = director.play(
@@ -119,6 +122,7 @@ def test_rank_0_does_not_call(director: Director, tmp_path: Path, call: str, off
     check_late(said, whom=[1, 2])
 
 
+@pytest.mark.slow  # as above, of another rank
 def test_all_that_wait_name_who_is_absent(director: Director, tmp_path: Path) -> None:
     said = director.play(
         "direct_late",
@@ -136,6 +140,7 @@ def test_all_that_wait_name_who_is_absent(director: Director, tmp_path: Path) ->
     check_late(said, whom=[0, 2])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("offload", ["thread", "process"])
 @pytest.mark.parametrize("whom", [[1], [1, 2], [0], [0, 2]])
 def test_ranks_that_have_skipped_a_call_are_back_at_the_next(
@@ -145,6 +150,7 @@ def test_ranks_that_have_skipped_a_call_are_back_at_the_next(
     check_skipped(director, tmp_path, whom, offload, "save", following)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whom", [[0], [0, 2], [1]])
 @pytest.mark.parametrize(
     ("missed", "following"),

@@ -13,6 +13,7 @@ from actorsnap.runtime import tracefile
 from actorsnap.sync import Snapshot
 from tests.ranks.models import MODULES
 from tests.ranks.restores import TIMEOUT_S
+from tests.support.cases import slow
 from tests.worlds import Director
 
 FILLED = [[1.0], [2.0], [3.0], [4.0]]
@@ -29,16 +30,16 @@ def director() -> Iterator[Director]:
     [
         (2, "ddp", "direct"),
         (2, "ddp", "shared"),
-        (4, "ddp", "shared"),
-        (4, "hsdp", "shared"),
-        (4, "stages", "direct"),
-        (4, "halves", "direct"),
-        (2, "fsdp2", "auto"),
-        (2, "zero", "direct"),
-        (2, "pipeline", "shared"),
+        slow(4, "ddp", "shared"),
+        slow(4, "hsdp", "shared"),
+        slow(4, "stages", "direct"),
+        slow(4, "halves", "direct"),
+        slow(2, "fsdp2", "auto"),
+        slow(2, "zero", "direct"),
+        slow(2, "pipeline", "shared"),
         (4, "fsdp2_and_tp", "auto"),
         (4, "two_meshes", "shared"),
-        (4, "experts", "auto"),
+        slow(4, "experts", "auto"),
     ],
 )
 def test_what_was_saved_is_restored(
@@ -68,6 +69,7 @@ def test_what_was_saved_is_restored(
         assert plan["bytes_read"] / plan["bytes_needed"] == pytest.approx(1.0, abs=0.02)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("num_ranks", "kind", "mode"),
     [(2, "ddp", "shared"), (2, "fsdp2", "auto"), (4, "hsdp", "shared")],
@@ -135,6 +137,7 @@ def test_each_rank_writes_a_trace_of_its_own(director: Director, tmp_path: Path)
     assert one > 0
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [True, False])
 def test_stages_are_cut_anew(director: Director, tmp_path: Path, strict: bool) -> None:
     """Layers of other stages are not unexpected; what has a place on no rank is."""
@@ -180,6 +183,7 @@ def test_a_rank_cancelled_in_a_round_leaves_the_job_in_step(
         assert said["left"] == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whom", [0, 2])
 def test_a_rank_killed_in_a_broadcast_is_named_and_the_others_go_on(
     director: Director, tmp_path: Path, whom: int
@@ -213,6 +217,7 @@ def test_rounds_of_pieces(director: Director, tmp_path: Path) -> None:
         assert said["model again"] == FILLED
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("mode", ["direct", "shared"])
 @pytest.mark.parametrize("whom", [0, 1])
 @pytest.mark.parametrize("trouble", ["storage", "index"])
@@ -263,6 +268,7 @@ def test_bad_input_on_one_rank(director: Director, tmp_path: Path) -> None:
     assert [said["again"] for said in found] == ["", ""]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whom", [0, 1])
 def test_one_takes_while_the_other_restores(director: Director, tmp_path: Path, whom: int) -> None:
     for said in play(director, tmp_path, "takes", whom):
@@ -276,11 +282,11 @@ def test_one_takes_while_the_other_restores(director: Director, tmp_path: Path, 
     ("trouble", "whom"),
     [
         ("kill state_dict", 2),
-        ("kill load_state_dict", 0),
         *(
-            pytest.param(*case, marks=pytest.mark.slow)  # see test_falls.py
+            slow(*case)  # see test_falls.py
             for case in (
                 ("kill state_dict", 0),
+                ("kill load_state_dict", 0),
                 ("kill load_state_dict", 2),
                 ("kill read", 0),
                 ("kill read", 2),

@@ -43,6 +43,7 @@ def test_what_is_no_error_of_ours_is_the_cause_of_one(director: Director) -> Non
     assert [said["again"] for said in found] == ["xx", "xx"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whom", [0, 1])
 def test_who_is_interrupted_takes_leave(director: Director, whom: int) -> None:
     found = director.play("direct_go", num_ranks=2, trouble="interrupt", whom=whom)
@@ -53,6 +54,7 @@ def test_who_is_interrupted_takes_leave(director: Director, whom: int) -> None:
     assert [said["again"] for said in found] == ["xx", "xx"]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whom", [0, 2])
 @pytest.mark.parametrize("trouble", ["kill", "kill in a broadcast"])
 def test_a_killed_rank_is_named(director: Director, trouble: str, whom: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,11 @@ from actorsnap.errors import FormatError
 from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
 from tests.ranks.models import MODULES
+from tests.support import forker
+from tests.support.cases import slow
 from tests.worlds import ROOT, Director
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 LEAVES = """
 import sys, torch
@@ -46,11 +49,11 @@ def _flat(value: Any, prefix: str) -> dict[str, Any]:
     ("num_ranks", "kind"),
     [
         (2, "ddp"),
-        (4, "ddp"),
-        (2, "zero"),
-        (2, "fsdp2"),
-        (4, "hsdp"),
-        (2, "tensor_parallel"),
+        slow(4, "ddp"),
+        slow(2, "zero"),
+        slow(2, "fsdp2"),
+        slow(4, "hsdp"),
+        slow(2, "tensor_parallel"),
         (4, "fsdp2_and_tp"),
         (3, "sharded_tensor"),
         (2, "pipeline"),
@@ -83,7 +86,12 @@ def test_what_ranks_hold_is_what_is_stored(
 
 @pytest.mark.parametrize(
     ("kind", "offload"),
-    [("ddp", "thread"), ("fsdp2", "thread"), ("fsdp2", "process"), ("two_meshes", "thread")],
+    [
+        ("ddp", "thread"),
+        slow("fsdp2", "thread"),
+        ("fsdp2", "process"),
+        slow("two_meshes", "thread"),
+    ],
 )
 def test_ranks_train_on_while_they_are_staged_lazily(
     director: Director, tmp_path: Path, kind: str, offload: str
@@ -108,6 +116,7 @@ def test_ranks_train_on_while_they_are_staged_lazily(
                 torch.testing.assert_close(stored, value, rtol=0, atol=0, msg=leaf)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("offload", ["thread", "process"])
 def test_a_step_without_a_guard_ends_the_save_on_all_ranks(
     director: Director, tmp_path: Path, offload: str
@@ -143,7 +152,7 @@ def test_what_nobody_waits_for_is_saved_before_the_ranks_exit(tmp_path: Path) ->
     job = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LEAVES, str(path)],
+            forker.command("-c", LEAVES, str(path)),
             cwd=ROOT,
             env={**os.environ, **job, "RANK": str(rank)},
             stderr=subprocess.PIPE,

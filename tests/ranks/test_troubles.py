@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.ranks.assembled import Assembled, assemble
+from tests.support.cases import slow
 from tests.worlds import Director
 
 
@@ -65,8 +66,8 @@ def _wrong(director: Director, path: Path, what: str, error: str, *words: str) -
     [
         ("path", "path"),
         ("step", "step must be an integer of at least 0, or None, not True"),
-        ("step of rank 0", "step must be an integer of at least 0, or None, not True"),
-        ("options", "options must be actorsnap.Options"),
+        slow("step of rank 0", "step must be an integer of at least 0, or None, not True"),
+        slow("options", "options must be actorsnap.Options"),
         ("leaf", "'own/x' is a object"),
         ("globs", "replicated= is ['model/**'] on rank 0, ['model/w0'] on rank 1"),
         ("part", "'sharded/x' lies on 3 ranks, but is in the app state of ranks 0, 2 only"),
@@ -126,6 +127,7 @@ def test_names_that_utf8_cannot_say(director: Director, tmp_path: Path) -> None:
         assert rank["x"] == [3.0] * 5
 
 
+@pytest.mark.slow  # as in test_phases.py
 def test_a_rank_never_arrives(director: Director, tmp_path: Path) -> None:
     said = director.play("direct_wrong", num_ranks=3, what="never", path=str(tmp_path / "s"))
     assert said[1]["first"] is None

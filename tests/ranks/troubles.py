@@ -83,7 +83,7 @@ class _Raising:
 
 class _Slow:
     def state_dict(self) -> dict[str, Any]:
-        time.sleep(5.0)
+        time.sleep(3.2)
         return {}
 
     def load_state_dict(self, state: Any) -> None:
@@ -135,7 +135,7 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
                 app["b"] = _Raising()
         case "slow" if me.rank == 0:
             app["slow"] = _Slow()
-            more["options"] = Options(fsync=False, lost_after_s=6.0)
+            more["options"] = Options(fsync=False, lost_after_s=4.0)
         case "globs" if odd:
             more["replicated"] = ["model/w0"]
         case "part":

@@ -19,8 +19,11 @@ import torch
 from actorsnap import Options, StateDict, shutdown
 from actorsnap.sync import Snapshot
 from tests.conftest import LeakCheck
+from tests.support.cases import slow
 
 OFFLOADS = pytest.mark.parametrize("offload", ["thread", "process"])
+THREAD_FIRST = pytest.mark.parametrize("offload", ["thread", slow("process")])
+PROCESS_FIRST = pytest.mark.parametrize("offload", [slow("thread"), "process"])
 NUM_TENSORS = 20_000
 
 
@@ -60,7 +63,7 @@ def counted() -> Iterator[Counter[tuple[int, bool]]]:
         gc.callbacks.remove(note)
 
 
-@OFFLOADS
+@PROCESS_FIRST
 def test_a_save_of_many_tensors_causes_few_collections(offload: str, tmp_path: Path) -> None:
     tensors = {f"layer.{number}.weight": torch.ones(4) for number in range(NUM_TENSORS)}
     state = {"model": StateDict(tensors)}
@@ -78,7 +81,7 @@ def test_a_save_of_many_tensors_causes_few_collections(offload: str, tmp_path: P
     assert taken <= 20 * NUM_TENSORS
 
 
-@OFFLOADS
+@THREAD_FIRST
 def test_without_the_collector_saves_keep_no_state_and_little_else(
     offload: str, tmp_path: Path
 ) -> None:

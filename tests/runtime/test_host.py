@@ -21,13 +21,17 @@ from actorsnap.runtime.host import Host, Script, shutdown
 from actorsnap.runtime.process import is_running
 from actorsnap.runtime.script import run_sync
 from tests.conftest import LeakCheck
+from tests.support import forker
+from tests.support.cases import slow
 
 ROOT = Path(__file__).parents[2]
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 
 def run_script(body: str, *arguments: object) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(body), *map(str, arguments)],
+        forker.command("-c", textwrap.dedent(body), *map(str, arguments)),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -76,11 +80,11 @@ def test_a_start_that_fails_leaves_nothing(
     ("method", "ending"),
     [
         ("fork", "raise"),
-        ("forkserver", "raise"),
-        ("spawn", "return"),
-        pytest.param("fork", "return", marks=pytest.mark.slow),
-        pytest.param("forkserver", "return", marks=pytest.mark.slow),
-        pytest.param("spawn", "raise", marks=pytest.mark.slow),
+        slow("forkserver", "raise"),
+        slow("spawn", "return"),
+        slow("fork", "return"),
+        slow("forkserver", "return"),
+        slow("spawn", "raise"),
     ],
 )
 def test_a_multiprocessing_child_finishes_its_snapshots(
@@ -114,7 +118,9 @@ def test_a_multiprocessing_child_finishes_its_snapshots(
     )
     url = tmp_path / "s"
     done = subprocess.run(
-        [sys.executable, str(script), str(url), method, ending],
+        forker.command(str(script), str(url), method, ending)
+        if method == "fork"
+        else [sys.executable, str(script), str(url), method, ending],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -19,11 +19,14 @@ from actorsnap.runtime.pacing import _Pacer
 from actorsnap.sync import PendingSnapshot
 from actorsnap.sync import Snapshot as SyncSnapshot
 from tests.conftest import LeakCheck
+from tests.support.cases import slow
 
 HELD = Path(__file__).parents[1] / "held"
 NBYTES = 32 << 20
 pytestmark = pytest.mark.blocking  # held:// looks for files on the loop
 OFFLOADS = pytest.mark.parametrize("offload", ["thread", "process"])
+THREAD_FIRST = pytest.mark.parametrize("offload", ["thread", slow("process")])
+PROCESS_FIRST = pytest.mark.parametrize("offload", [slow("thread"), "process"])
 
 
 @pytest.fixture(autouse=True)
@@ -65,7 +68,7 @@ def stored_bytes(pending: PendingSnapshot) -> int:
     return pending._save.board.latest.stored_bytes
 
 
-@OFFLOADS
+@PROCESS_FIRST
 def test_a_save_rests_and_goes_on_where_it_is_stored(offload: str, tmp_path: Path) -> None:
     save(tmp_path / "first", offload).wait()  # there is a process now
     set_duty(0.0)
@@ -107,6 +110,7 @@ class Trainer:
             _Pacer.get().end_step(self.seconds * (1 + 0.5 * _Pacer.get()._controller.duty))
 
 
+@pytest.mark.few(1)
 @OFFLOADS
 def test_a_save_that_slows_the_trainer_is_slowed(offload: str, tmp_path: Path) -> None:
     (tmp_path / "hold-manifest").touch()
@@ -123,7 +127,7 @@ def test_a_save_that_slows_the_trainer_is_slowed(offload: str, tmp_path: Path) -
     check(f"held://{tmp_path}/s")
 
 
-@OFFLOADS
+@THREAD_FIRST
 def test_it_is_not_slowed_when_the_trainer_stops(offload: str, tmp_path: Path) -> None:
     (tmp_path / "hold-manifest").touch()
     for _ in range(20):

@@ -21,6 +21,7 @@ from actorsnap.state.restore.build import prepare
 from actorsnap.state.sources import Leaf
 from actorsnap.state.stateful import StateDict
 from tests.state.stored import Memory
+from tests.support.cases import slow
 
 
 def paths(app_state: dict[str, Any], **options: Any) -> list[str]:
@@ -115,7 +116,7 @@ def test_leaves_and_sources_agree() -> None:
         assert leaf.source.nbytes == leaf.item.nbytes
 
 
-@pytest.mark.parametrize("num_tensors", [100_000])
+@pytest.mark.parametrize("num_tensors", [20_000, slow(100_000)])
 def test_very_many_small_tensors(num_tensors: int) -> None:
     memory = torch.arange(num_tensors * 4, dtype=torch.float32).view(num_tensors, 4)
     state = {f"layers.{i}.weight": row for i, row in enumerate(memory)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import product
@@ -31,6 +30,9 @@ from actorsnap.state.distributed import (
     is_distributed,
     replication,
 )
+from tests.support import forker
+
+pytestmark = pytest.mark.usefixtures("forker")
 
 
 def index(box: Box) -> tuple[slice, ...]:
@@ -255,7 +257,7 @@ def test_looking_at_plain_tensors_imports_nothing() -> None:
         "assert not [n for n in sys.modules if n.startswith(heavy)]\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        forker.command("-c", script),
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -42,6 +42,7 @@ def fs(tmp_path: Path) -> Storage:
     return open_storage(tmp_path / "root", context)
 
 
+@pytest.mark.few
 class TestFaultyWithoutFaults(StorageConformance):
     num_many = 100
     num_examples = 10
@@ -54,6 +55,7 @@ class TestFaultyWithoutFaults(StorageConformance):
         )
 
 
+@pytest.mark.few
 class TestThrottled(StorageConformance):
     num_many = 100
     num_examples = 10
@@ -268,11 +270,11 @@ STATES += [STATES[3], {"2": b"x", "3": b"x"}]
 
 
 @pytest.fixture(scope="module")
-def zygote() -> Iterator[Zygote]:
-    with Zygote() as zygote:
-        yield zygote
+def zygote() -> Zygote:
+    return Zygote.shared()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("how", ["blocking", "async"])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("k", range(1, 7))

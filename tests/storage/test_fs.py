@@ -97,6 +97,7 @@ def anyio_backend(request: pytest.FixtureRequest) -> str:
     return backend
 
 
+@pytest.mark.few
 class TestFs(StorageConformance):
     @pytest.fixture(params=[True, False], ids=["durable", "scratch"])
     def make_storage(

@@ -97,12 +97,14 @@ def asyncmemory() -> str:
     return f"asyncmemory://test-{next(_numbers)}"
 
 
+@pytest.mark.few
 class TestFsspecMemory(StorageConformance):
     @pytest.fixture
     def make_storage(self, memory: str) -> MakeStorage:
         return lambda: opened(f"{memory}/prefix")
 
 
+@pytest.mark.few
 class TestFsspecLocal(StorageConformance):
     num_many = 100
 
@@ -111,6 +113,7 @@ class TestFsspecLocal(StorageConformance):
         return lambda: opened(f"fsspec+file://{tmp_path}/folder")
 
 
+@pytest.mark.few
 class TestFsspecAsync(StorageConformance):
     @pytest.fixture
     def make_storage(self, asyncmemory: str) -> MakeStorage:
@@ -292,6 +295,7 @@ class Weights:
         self.state = state
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kind", ["memory", "asyncmemory", "local"])
 def test_snapshots(memory: str, asyncmemory: str, tmp_path: Path, kind: str) -> None:
     places = {"memory": memory, "asyncmemory": asyncmemory, "local": f"fsspec+file://{tmp_path}/a"}

@@ -40,6 +40,7 @@ from actorsnap.storage.wire import is_unknown_host
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
 from tests.servers.fake_gcs import FakeGcsServer
+from tests.support.cases import slow
 from tests.support.proxy import (
     Answer,
     Fault,
@@ -72,7 +73,11 @@ def proxy(fake_gcs: FakeGcsServer) -> Iterator[FaultProxy]:
         yield proxy
 
 
+@pytest.mark.few(1)
 class TestGs(StorageConformance):
+    num_many = 100
+    num_examples = 10
+
     @pytest.fixture
     def make_storage(self, fake_gcs: FakeGcsServer, bucket: str) -> MakeStorage:
         options = {**fake_gcs.storage_options(), "max_attempts": 2}
@@ -96,7 +101,7 @@ class TestGsOverTls(StorageConformance):
 # --- components ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_writes", [2, 32, 33])
+@pytest.mark.parametrize("num_writes", [2, slow(32), 33])
 @bounded(60)
 async def test_any_number_of_components_becomes_one_object(
     fake_gcs: FakeGcsServer, bucket: str, num_writes: int
@@ -377,12 +382,12 @@ UP = 300_000
     "fault",
     [
         Answer(status=503),
-        Answer(status=429, retry_after_s=0),
-        Answer(status=500),
-        Answer(status=408),
+        slow(Answer(status=429, retry_after_s=0)),
+        slow(Answer(status=500)),
+        slow(Answer(status=408)),
         LoseAnswer(),
-        Reset(way=Way.UP, after_bytes=UP),
-        Stall(way=Way.UP, after_bytes=UP),
+        slow(Reset(way=Way.UP, after_bytes=UP)),
+        slow(Stall(way=Way.UP, after_bytes=UP)),
         FlipBit(way=Way.UP, at_byte=UP),
     ],
     ids=repr,
@@ -407,9 +412,9 @@ async def test_faults_on_the_way_up(
 @pytest.mark.parametrize(
     "fault",
     [
-        Answer(status=503),
-        Reset(way=Way.DOWN, after_bytes=UP),
-        Truncate(way=Way.DOWN, after_bytes=UP),
+        slow(Answer(status=503)),
+        slow(Reset(way=Way.DOWN, after_bytes=UP)),
+        slow(Truncate(way=Way.DOWN, after_bytes=UP)),
         Stall(way=Way.DOWN, after_bytes=UP),
         FlipBit(way=Way.DOWN, at_byte=UP),
     ],
@@ -473,10 +478,10 @@ async def test_no_such_bucket(fake_gcs: FakeGcsServer) -> None:
     ("status", "kind", "says"),
     [
         (401, AccessDenied, "credentials were refused"),
-        (403, AccessDenied, "roles/storage.objectUser"),
-        (400, StorageError, "bucket '.*': HTTP 400"),
+        slow(403, AccessDenied, "roles/storage.objectUser"),
+        slow(400, StorageError, "bucket '.*': HTTP 400"),
         (429, Throttled, "HTTP 429"),
-        (503, Throttled, "given up after 2 tries"),
+        slow(503, Throttled, "given up after 2 tries"),
     ],
 )
 @bounded(60)
@@ -707,6 +712,7 @@ def write_workload_identity(folder: Path, url: str) -> str:
     return str(folder / "identity.json")
 
 
+@pytest.mark.few(3)
 @pytest.mark.blocking  # gcloud-aio reads the file of a workload identity's token on the loop
 @pytest.mark.parametrize("num_expired", [0, 1])
 @pytest.mark.parametrize("how", ["service-account", "workload-identity", "default"])
@@ -877,7 +883,8 @@ class Weights:
         self.state = state
 
 
-@pytest.mark.parametrize("scheme", ["gs", "gcs"])
+@pytest.mark.slow  # tests/cloud saves and restores, too
+@pytest.mark.parametrize("scheme", ["gs", slow("gcs")])
 def test_snapshots(
     fake_gcs: FakeGcsServer,
     bucket: str,
@@ -902,6 +909,7 @@ def test_snapshots(
         sync.Snapshot(url).get_manifest()
 
 
+@pytest.mark.slow  # the tests of tests/cloud show it, too
 def test_a_save_survives_a_bad_network(
     fake_gcs: FakeGcsServer, bucket: str, proxy: FaultProxy
 ) -> None:

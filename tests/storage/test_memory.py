@@ -31,6 +31,7 @@ def name() -> Iterator[str]:
     forget_space(name)
 
 
+@pytest.mark.few
 class TestMemory(StorageConformance):
     @pytest.fixture
     def make_storage(self, name: str) -> MakeStorage:
@@ -38,6 +39,7 @@ class TestMemory(StorageConformance):
         return lambda: open_storage(f"memory://{name}", context)
 
 
+@pytest.mark.few
 class TestMemoryAsACloud(StorageConformance):
     """The suite keeps to what a storage may demand of writes: the memory would refuse."""
 
@@ -52,6 +54,7 @@ class TestMemoryAsACloud(StorageConformance):
         return lambda: MemoryStorage(name, capabilities=rules)
 
 
+@pytest.mark.few
 class TestMemoryPrefix(StorageConformance):
     num_many = 50
     num_examples = 10

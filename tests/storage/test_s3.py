@@ -86,6 +86,7 @@ class OnServer(StorageConformance):
         return lambda: opened(url, options)
 
 
+@pytest.mark.few(1)
 class TestCeph(OnServer):
     @pytest.fixture
     def server(self, ceph: CephServer) -> S3Server:
@@ -381,6 +382,7 @@ async def test_unfinished_uploads_are_found_and_removed(
     await storage.aclose()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["ceph", "moto"])
 @bounded(60)
 async def test_what_lies_before_a_gap_is_resumed(name: str, request: Any) -> None:
@@ -516,6 +518,7 @@ async def test_trusted_authorities_are_read_once(
             assert num_read == expected
 
 
+@pytest.mark.slow  # tests/cloud saves and restores, too
 def test_snapshots(options: dict[str, Any], bucket: str, no_leaks: LeakCheck) -> None:
     url = f"s3://{bucket}/runs/1"
     model = torch.nn.Linear(1500, 2000)

@@ -106,21 +106,25 @@ class WrappedConformance(StorageConformance):
         return lambda: self.wrap(open_storage(url, context))
 
 
+@pytest.mark.few
 class TestWrapper(WrappedConformance):
     def wrap(self, inner: Storage) -> Storage:
         return Wrapper(inner)
 
 
+@pytest.mark.few
 class TestAdaptive(WrappedConformance):
     def wrap(self, inner: Storage) -> Storage:
         return AdaptiveStorage(inner, max_operations=3, first_operations=2)
 
 
+@pytest.mark.few
 class TestRetry(WrappedConformance):
     def wrap(self, inner: Storage) -> Storage:
         return retrying(inner, Sleeps())
 
 
+@pytest.mark.few
 class TestRetryOfFailures(WrappedConformance):
     """The contract holds although many operations fail, before or after their effect."""
 

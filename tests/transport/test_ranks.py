@@ -9,6 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.cases import slow
 from tests.worlds import ROOT, Director
 
 
@@ -20,7 +21,7 @@ def director() -> Iterator[Director]:
 
 @pytest.mark.parametrize(
     ("num_ranks", "how"),
-    [(2, "gloo"), (4, "gloo"), (2, "given"), (3, "agent"), (3, "env")],
+    [(2, "gloo"), slow(4, "gloo"), (2, "given"), (3, "agent"), (3, "env")],
 )
 def test_saves_beside_a_trainer(director: Director, num_ranks: int, how: str) -> None:
     found = director.play("direct_saves", num_ranks=num_ranks, how=how)
@@ -50,6 +51,7 @@ def test_two_groups_at_once(director: Director) -> None:
     assert found[0]["name"] == found[2]["name"] != found[1]["name"] == found[3]["name"]
 
 
+@pytest.mark.slow  # as in tests/ranks/test_rounds.py
 def test_a_rank_is_killed(director: Director) -> None:
     found = director.play("direct_trouble", num_ranks=3, whom="2", how="kill")
     coordinator, other = found["ranks"]
@@ -66,6 +68,7 @@ def test_the_coordinator_is_killed(director: Director) -> None:
     assert [rank["threads"] for rank in found["ranks"]] == [[], []]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("whom", ["0", "1"])
 def test_a_rank_is_stopped_and_comes_back(director: Director, whom: str) -> None:
     found = director.play("direct_trouble", num_ranks=2, whom=whom, how="stop")
@@ -91,6 +94,7 @@ def test_a_fork_does_not_use_the_parents_connections(director: Director) -> None
         assert said["answers"] == 5
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("ending", ["", "raise KeyboardInterrupt"])
 def test_a_process_may_exit_without_closing(ending: str) -> None:
     script = f"""

@@ -20,6 +20,7 @@ from actorsnap.transport.ends import Began, Broken, PeerLost
 from actorsnap.transport.mailbox import Frame, Kind
 from actorsnap.transport.store import StoreCoordinator, StorePort, StoreSave
 from tests.conftest import LeakCheck
+from tests.support.cases import slow
 
 
 def ask(rank: int, data: bytes = b"") -> Arrived:
@@ -290,6 +291,7 @@ async def test_the_coordinator_takes_its_leave(store: Any, open_port: Opener) ->
     assert await received(new.coordinator) == ask(1, b"following")
 
 
+@pytest.mark.parametrize("store", [slow("tcp"), "dict"], indirect=True)
 async def test_silence(store: Any, open_port: Opener) -> None:
     ports = [open_port(store, rank, world_size=3) for rank in (0, 1)]
     save, other = (port.begin(lost_after_s=1.2) for port in ports)
@@ -307,6 +309,7 @@ async def test_silence(store: Any, open_port: Opener) -> None:
     await nothing(save.coordinator)
 
 
+@pytest.mark.few(1)
 async def test_who_is_late_is_not_lost(store: Any, open_port: Opener) -> None:
     """A rank that others wait for says that it is there, and stops when nobody waits."""
     ports = [open_port(store, rank) for rank in (0, 1)]
@@ -323,6 +326,7 @@ async def test_who_is_late_is_not_lost(store: Any, open_port: Opener) -> None:
         ports[late].begin().close()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("gone", [0, 1])
 async def test_who_is_gone_since_the_save_before_is_lost(
     store: Any, open_port: Opener, gone: int
@@ -340,6 +344,7 @@ async def test_who_is_gone_since_the_save_before_is_lost(
     save.close()
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("first", [0, 1])
 async def test_the_coordinator_hears_once_of_every_rank_that_begins(
     store: Any, open_port: Opener, first: int
@@ -358,6 +363,43 @@ async def test_the_coordinator_hears_once_of_every_rank_that_begins(
     await nothing(coordinator(saves[0]))
 
 
+class HoldingStore(DictStore):
+    """Holds pushes while it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes = threading.Event()
+        self.goes.set()
+        self.is_holding = threading.Event()
+
+    def queue_push(self, key: str, value: bytes) -> None:
+        if not self.goes.is_set():
+            self.is_holding.set()
+            assert self.goes.wait(60)
+        super().queue_push(key, value)
+
+
+async def test_the_end_of_a_save_does_not_hide_the_begin_of_the_next(open_port: Opener) -> None:
+    """Nor if both wait for a slow store."""
+    store = HoldingStore()
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    with ports[0].begin() as first, ports[1].begin() as other:
+        await other.participant.send(ask(1))
+        assert await received(first.coordinator) == ask(1)
+        store.goes.clear()
+        await other.participant.send(ask(1))
+        await until(store.is_holding.is_set)
+    await until(lambda: not ports[1]._open)
+    following = ports[1].begin(tag=b"t")
+    await until(lambda: 1 in ports[1]._open)
+    await following.participant.send(ask(1, b"following"))
+    store.goes.set()
+    await until(lambda: 1 in ports[0]._kept)
+    save = ports[0].begin()
+    assert await received(save.coordinator) == Began(rank=1, tag=b"t")
+    assert await received(save.coordinator) == ask(1, b"following")
+
+
 def test_only_one_save_follows_another(open_port: Opener) -> None:
     """A call that is renewed and the caller's next one never get the same number."""
 
@@ -374,6 +416,7 @@ def test_only_one_save_follows_another(open_port: Opener) -> None:
     asyncio.run(run())
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("is_killed", [False, True])
 async def test_another_process_continues_a_rank(
@@ -456,6 +499,7 @@ async def test_who_cannot_listen_yet_says_nothing(open_port: Opener) -> None:
     assert await received(coordinator(first)) == ask(1)
 
 
+@pytest.mark.few(1)
 async def test_a_process_that_was_stopped_reads_before_it_judges(
     store: Any, open_port: Opener
 ) -> None:
