@@ -36,7 +36,7 @@ from actorsnap.format.steps import StepName
 from actorsnap.manager.body import ManagerBody, ManagerSettings, StepInfo
 from actorsnap.manager.keeper import Keeper
 from actorsnap.planning.cadence import every
-from actorsnap.planning.keeping import AnyOf, Policy, keep
+from actorsnap.planning.keeping import KeepAnyOf, KeepPolicy, keep
 from actorsnap.runtime import maintenance
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.host import Script
@@ -239,17 +239,17 @@ def _check(
 # Policies
 
 
-def parse_policies(texts: Iterable[str]) -> Policy:
+def parse_policies(texts: Iterable[str]) -> KeepPolicy:
     """Returns the policy that keeps each step that one of the texts keeps.
 
     Raises:
         UsageError: A text is no policy.
     """
     policies = [_parse_policy(text) for text in texts]
-    return policies[0] if len(policies) == 1 else AnyOf(tuple(policies))
+    return policies[0] if len(policies) == 1 else KeepAnyOf(tuple(policies))
 
 
-def _parse_policy(text: str) -> Policy:
+def _parse_policy(text: str) -> KeepPolicy:
     kind, _, arguments = text.partition(":")
     parse = _PARSERS.get(kind)
     if parse is None:
@@ -260,13 +260,13 @@ def _parse_policy(text: str) -> Policy:
         raise UsageError(f"--keep {text}: write {_EXAMPLES[kind]}") from error
 
 
-def _parse_all(arguments: str) -> Policy:
+def _parse_all(arguments: str) -> KeepPolicy:
     if arguments:
         raise ValueError(arguments)
     return keep.all()
 
 
-def _parse_best(arguments: str) -> Policy:
+def _parse_best(arguments: str) -> KeepPolicy:
     found = re.fullmatch(r"(.+):(min|max)(?::([0-9]+))?", arguments)
     if found is None:
         raise ValueError(arguments)
@@ -274,14 +274,14 @@ def _parse_best(arguments: str) -> Policy:
     return keep.best(found[1], mode, n=int(found[3] or 1))
 
 
-def _parse_newer_than(arguments: str) -> Policy:
+def _parse_newer_than(arguments: str) -> KeepPolicy:
     found = re.fullmatch(r"([0-9.]+)(s|min|h|d)", arguments)
     if found is None:
         raise ValueError(arguments)
     return keep.newer_than(timedelta(seconds=float(found[1]) * _SECONDS[found[2]]))
 
 
-def _parse_thinned(arguments: str) -> Policy:
+def _parse_thinned(arguments: str) -> KeepPolicy:
     numbers: dict[str, int] = {}
     for part in arguments.split(","):
         period, _, number = part.partition("=")
@@ -291,7 +291,7 @@ def _parse_thinned(arguments: str) -> Policy:
     return keep.thinned(**numbers)
 
 
-_PARSERS: Mapping[str, Callable[[str], Policy]] = {
+_PARSERS: Mapping[str, Callable[[str], KeepPolicy]] = {
     "all": _parse_all,
     "last": lambda text: keep.last(int(text)),
     "best": _parse_best,
@@ -331,7 +331,9 @@ class _Outcome:
     is_superseded: bool
 
 
-def _judge(root: Root, policy: Policy, min_valid: int, *, is_dry: bool = True) -> Script[_Outcome]:
+def _judge(
+    root: Root, policy: KeepPolicy, min_valid: int, *, is_dry: bool = True
+) -> Script[_Outcome]:
     """Judges the steps of the current run and, unless ``is_dry``, deletes what goes."""
     listing = yield from root.source.perform("list", root.list)
     keeper = Keeper(root, policy, min_valid)

@@ -17,7 +17,7 @@ from actorsnap.cli_roots import parse_policies
 from actorsnap.format.steps import DeleteIntent, StepName, encode_record, intent_key
 from actorsnap.manager import every, keep
 from actorsnap.manager.sync import CheckpointManager
-from actorsnap.planning.keeping import Policy
+from actorsnap.planning.keeping import KeepPolicy
 from actorsnap.runtime.roots import Root
 from actorsnap.runtime.source import OpenSource
 from actorsnap.sync import Snapshot
@@ -333,8 +333,8 @@ def test_a_manager_does_not_count_what_the_shell_began_to_delete(root: Path) -> 
         (["thinned:hourly=24,daily=7"], keep.thinned(hourly=24, daily=7)),
     ],
 )
-def test_policies(texts: list[str], policy: Policy) -> None:
-    def comparable(found: Policy) -> str:
+def test_policies(texts: list[str], policy: KeepPolicy) -> None:
+    def comparable(found: KeepPolicy) -> str:
         return re.sub(r"datetime.timedelta\((.*?)\)", lambda m: _seconds(m[1]), repr(found))
 
     assert comparable(parse_policies(texts)) == comparable(policy)

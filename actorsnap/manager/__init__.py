@@ -22,10 +22,8 @@ from actorsnap.manager.body import (
     StepInfo,
 )
 from actorsnap.options import Options
-from actorsnap.planning.cadence import Cadence as SavePolicy
-from actorsnap.planning.cadence import every
-from actorsnap.planning.keeping import Policy as KeepPolicy
-from actorsnap.planning.keeping import StoredStep, Verdict, keep
+from actorsnap.planning.cadence import SavePolicy, every
+from actorsnap.planning.keeping import KeepPolicy, StoredStep, Verdict, keep
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.script import async_call, run_async
 from actorsnap.snapshot import PendingSnapshot, Snapshot

@@ -27,11 +27,9 @@ from actorsnap.format.steps import StepName
 from actorsnap.log import Log
 from actorsnap.manager.keeper import Keeper, Search, current_timeline, why_damaged
 from actorsnap.options import Options
-from actorsnap.planning.cadence import Cadence as SavePolicy
+from actorsnap.planning.cadence import SavePolicy
 from actorsnap.planning.keeping import (
-    Policy as KeepPolicy,
-)
-from actorsnap.planning.keeping import (
+    KeepPolicy,
     StoredStep,
     Verdict,
     metric_value,

@@ -12,9 +12,7 @@ from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import DeleteIntent, StepName
 from actorsnap.log import Log
 from actorsnap.planning.keeping import (
-    Policy as KeepPolicy,
-)
-from actorsnap.planning.keeping import (
+    KeepPolicy,
     StoredStep,
     Verdict,
     current_generation,

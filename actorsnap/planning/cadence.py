@@ -18,7 +18,7 @@ from actorsnap.errors import UsageError
 from actorsnap.planning.keeping import check_count, checked_steps
 
 
-class Cadence(ABC):
+class SavePolicy(ABC):
     """Decides when to save. Policies are joined by ``|``."""
 
     __slots__ = ()
@@ -35,17 +35,19 @@ class Cadence(ABC):
         """Returns why to save the last step when the run ends; empty if no save is due."""
         return ""
 
-    def __or__(self, other: Cadence) -> Cadence:
+    def __or__(self, other: SavePolicy) -> SavePolicy:
         return (
-            AnyOf((*_parts(self), *_parts(other))) if isinstance(other, Cadence) else NotImplemented
+            SaveAnyOf((*_parts(self), *_parts(other)))
+            if isinstance(other, SavePolicy)
+            else NotImplemented
         )
 
 
 @dataclass(frozen=True, slots=True)
-class AnyOf(Cadence):
+class SaveAnyOf(SavePolicy):
     """Saves when one of the policies does."""
 
-    policies: tuple[Cadence, ...]
+    policies: tuple[SavePolicy, ...]
 
     def due(self, step: int, *, is_first: bool) -> str:
         reasons = ""
@@ -58,12 +60,12 @@ class AnyOf(Cadence):
         return ", ".join(filter(None, [policy.at_end() for policy in self.policies]))
 
 
-def _parts(policy: Cadence) -> tuple[Cadence, ...]:
-    return policy.policies if isinstance(policy, AnyOf) else (policy,)
+def _parts(policy: SavePolicy) -> tuple[SavePolicy, ...]:
+    return policy.policies if isinstance(policy, SaveAnyOf) else (policy,)
 
 
 @dataclass(frozen=True, slots=True)
-class Steps(Cadence):
+class SaveSteps(SavePolicy):
     """Saves at each step with ``step % n == offset``; with offset 0 also at step 0."""
 
     n: int
@@ -83,7 +85,7 @@ class Steps(Cadence):
 
 
 @dataclass(frozen=True, slots=True)
-class At(Cadence):
+class SaveAt(SavePolicy):
     """Saves at the given steps."""
 
     steps: Collection[int]
@@ -96,7 +98,7 @@ class At(Cadence):
 
 
 @dataclass(frozen=True, slots=True)
-class First(Cadence):
+class SaveFirst(SavePolicy):
     """Saves at the first step of each run, also of one that continues a snapshot."""
 
     def due(self, step: int, *, is_first: bool) -> str:
@@ -104,7 +106,7 @@ class First(Cadence):
 
 
 @dataclass(frozen=True, slots=True)
-class Last(Cadence):
+class SaveLast(SavePolicy):
     """Saves the last step when the manager is closed."""
 
     def due(self, step: int, *, is_first: bool) -> str:
@@ -115,7 +117,7 @@ class Last(Cadence):
 
 
 @dataclass(frozen=True, slots=True)
-class Custom(Cadence):
+class SaveCustom(SavePolicy):
     """Saves at the steps for which ``is_due`` returns true.
 
     It must depend on the step alone: ranks that decide differently would save different steps.
@@ -140,8 +142,8 @@ class Custom(Cadence):
 class every:
     """Policies for saving, to be joined by ``|``: ``every.steps(500) | every.last()``."""
 
-    steps = Steps
-    at = At
-    first = First
-    last = Last
-    custom = Custom
+    steps = SaveSteps
+    at = SaveAt
+    first = SaveFirst
+    last = SaveLast
+    custom = SaveCustom

@@ -89,7 +89,7 @@ def timeline(
 # Policies
 
 
-class Policy(ABC):
+class KeepPolicy(ABC):
     """Decides which steps stay. Policies are joined by ``|``."""
 
     __slots__ = ()
@@ -102,17 +102,19 @@ class Policy(ABC):
             steps: In timeline order, oldest first; without duplicates.
         """
 
-    def __or__(self, other: Policy) -> Policy:
+    def __or__(self, other: KeepPolicy) -> KeepPolicy:
         return (
-            AnyOf((*_parts(self), *_parts(other))) if isinstance(other, Policy) else NotImplemented
+            KeepAnyOf((*_parts(self), *_parts(other)))
+            if isinstance(other, KeepPolicy)
+            else NotImplemented
         )
 
 
 @dataclass(frozen=True, slots=True)
-class AnyOf(Policy):
+class KeepAnyOf(KeepPolicy):
     """Keeps each step that one of the policies keeps."""
 
-    policies: tuple[Policy, ...]
+    policies: tuple[KeepPolicy, ...]
 
     def judge(self, steps: Sequence[StoredStep]) -> dict[StepName, str]:
         reasons: dict[StepName, str] = {}
@@ -122,12 +124,12 @@ class AnyOf(Policy):
         return reasons
 
 
-def _parts(policy: Policy) -> tuple[Policy, ...]:
-    return policy.policies if isinstance(policy, AnyOf) else (policy,)
+def _parts(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
+    return policy.policies if isinstance(policy, KeepAnyOf) else (policy,)
 
 
 @dataclass(frozen=True, slots=True)
-class All(Policy):
+class KeepAll(KeepPolicy):
     """Keeps every step."""
 
     def judge(self, steps: Sequence[StoredStep]) -> dict[StepName, str]:
@@ -135,7 +137,7 @@ class All(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class Last(Policy):
+class KeepLast(KeepPolicy):
     """Keeps the ``n`` newest steps."""
 
     n: int
@@ -148,7 +150,7 @@ class Last(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class Best(Policy):
+class KeepBest(KeepPolicy):
     """Keeps the ``n`` steps with the best value of a metric.
 
     Of equal values the older step is better. NaN is worse than any number. A step without the
@@ -205,7 +207,7 @@ class Best(Policy):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EverySteps(Policy):
+class KeepEvery(KeepPolicy):
     """Keeps the first step at or after each multiple of ``steps``."""
 
     steps: int
@@ -236,7 +238,7 @@ _CELL_OF: Mapping[Period, Callable[[datetime], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Thinned(Policy):
+class KeepThinned(KeepPolicy):
     """Keeps the first step of each of the ``n`` newest periods, in UTC, that have steps."""
 
     period: Period
@@ -260,7 +262,7 @@ def thinned(
     weekly: int | None = None,
     monthly: int | None = None,
     yearly: int | None = None,
-) -> Policy:
+) -> KeepPolicy:
     """Keeps the first step of each of the newest hours, days, ISO weeks, months and years.
 
     Periods are in UTC. Those without steps do not count.
@@ -272,14 +274,14 @@ def thinned(
         "monthly": monthly,
         "yearly": yearly,
     }
-    policies = [Thinned(period, n) for period, n in numbers.items() if n is not None]
+    policies = [KeepThinned(period, n) for period, n in numbers.items() if n is not None]
     if not policies:
         raise UsageError("keep.thinned() keeps nothing: write keep.thinned(hourly=24, daily=7)")
-    return policies[0] if len(policies) == 1 else AnyOf(tuple(policies))
+    return policies[0] if len(policies) == 1 else KeepAnyOf(tuple(policies))
 
 
 @dataclass(frozen=True, slots=True)
-class NewerThan(Policy):
+class KeepNewerThan(KeepPolicy):
     """Keeps steps that are at most ``age`` (seconds, or a timedelta) older than the newest one."""
 
     age: float | timedelta
@@ -306,7 +308,7 @@ class NewerThan(Policy):
 
 
 @dataclass(frozen=True, slots=True)
-class At(Policy):
+class KeepAt(KeepPolicy):
     """Keeps the given steps."""
 
     steps: Collection[int]
@@ -322,7 +324,7 @@ Chosen = StoredStep | StepName | SupportsIndex
 
 
 @dataclass(frozen=True, slots=True)
-class Custom(Policy):
+class KeepCustom(KeepPolicy):
     """Keeps the steps that ``choose`` returns: steps, names or numbers.
 
     ``choose`` gets the steps of the timeline, oldest first. It should choose a step for what the
@@ -361,14 +363,14 @@ def _name_or_number(choice: object) -> StepName | int:
 class keep:
     """Retention policies, to be joined by ``|``: ``keep.last(3) | keep.best("loss", "min")``."""
 
-    all = All
-    last = Last
-    best = Best
-    every = EverySteps
+    all = KeepAll
+    last = KeepLast
+    best = KeepBest
+    every = KeepEvery
     thinned = staticmethod(thinned)
-    newer_than = NewerThan
-    at = At
-    custom = Custom
+    newer_than = KeepNewerThan
+    at = KeepAt
+    custom = KeepCustom
 
 
 def _times_of(steps: Sequence[StoredStep]) -> list[float]:
@@ -437,7 +439,7 @@ class Verdict:
 
 def judge(
     steps: Sequence[StoredStep],
-    policy: Policy,
+    policy: KeepPolicy,
     *,
     protected: Mapping[StepName, str],
     valid: Collection[StepName],

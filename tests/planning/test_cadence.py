@@ -11,19 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import UsageError
-from actorsnap.planning.cadence import Cadence, every
+from actorsnap.planning.cadence import SavePolicy, every
 
 wrong: Any = every
 """For calls that mypy would refuse."""
 
 
-def due_steps(policy: Cadence, num_steps: int, first: int = 0) -> list[int]:
+def due_steps(policy: SavePolicy, num_steps: int, first: int = 0) -> list[int]:
     return [
         step for step in range(first, first + num_steps) if policy.due(step, is_first=step == first)
     ]
 
 
-leaf_policies: st.SearchStrategy[Cadence] = st.one_of(
+leaf_policies: st.SearchStrategy[SavePolicy] = st.one_of(
     st.builds(every.steps, st.integers(1, 9)),
     st.builds(every.at, st.frozensets(st.integers(0, 30), min_size=1)),
     st.builds(every.first),
@@ -33,7 +33,9 @@ leaf_policies: st.SearchStrategy[Cadence] = st.one_of(
 
 
 @given(leaf_policies, leaf_policies, leaf_policies, st.integers(0, 20))
-def test_a_union_is_due_when_one_is(a: Cadence, b: Cadence, c: Cadence, first: int) -> None:
+def test_a_union_is_due_when_one_is(
+    a: SavePolicy, b: SavePolicy, c: SavePolicy, first: int
+) -> None:
     joined = a | (b | c)
     assert joined == a | b | c
     due = [set(due_steps(policy, 20, first)) for policy in (a, b, c)]

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from actorsnap.errors import UsageError
 from actorsnap.format.steps import StepName
 from actorsnap.planning.keeping import (
-    Policy,
+    KeepPolicy,
     StoredStep,
     Verdict,
     current_generation,
@@ -54,7 +54,7 @@ def at_times(*times: float) -> list[StoredStep]:
     return [stored(step, at=NOON + time) for step, time in enumerate(times)]
 
 
-def kept(policy: Policy, steps: Sequence[StoredStep]) -> list[int]:
+def kept(policy: KeepPolicy, steps: Sequence[StoredStep]) -> list[int]:
     return [step.step for step in steps if step.name in policy.judge(steps)]
 
 
@@ -69,7 +69,7 @@ values = st.sampled_from([0.0, -0.0, 0.1, 0.5, -1.0, math.inf, -math.inf, math.n
 metrics = st.dictionaries(st.sampled_from(["loss", "accuracy"]), values)
 durations = st.sampled_from([0, 1, 1800, HOUR, 5 * HOUR, DAY, 9 * DAY, 40 * DAY, -DAY, 400 * DAY])
 
-LEAVES: list[st.SearchStrategy[Policy]] = [
+LEAVES: list[st.SearchStrategy[KeepPolicy]] = [
     st.builds(keep.all),
     st.builds(keep.last, numbers),
     st.builds(
@@ -91,7 +91,7 @@ LEAVES: list[st.SearchStrategy[Policy]] = [
 leaf_policies = st.one_of(LEAVES)
 
 
-def join(policies: Sequence[Policy]) -> Policy:
+def join(policies: Sequence[KeepPolicy]) -> KeepPolicy:
     first, *others = policies
     for other in others:
         first = first | other
@@ -121,7 +121,7 @@ def timelines(draw: st.DrawFn) -> list[StoredStep]:
 class Look:
     """A policy and what else counts, for judging any part of a timeline."""
 
-    policy: Policy
+    policy: KeepPolicy
     protected: Mapping[StepName, str]
     valid: Collection[StepName]
     min_valid: int
@@ -192,7 +192,7 @@ def test_an_early_pass_costs_nothing_that_a_late_one_keeps(
 @pytest.mark.parametrize("leaf", LEAVES, ids=range(len(LEAVES)))
 @given(timelines(), st.data())
 def test_each_policy_wants_no_step_again(
-    leaf: st.SearchStrategy[Policy], steps: list[StoredStep], data: st.DataObject
+    leaf: st.SearchStrategy[KeepPolicy], steps: list[StoredStep], data: st.DataObject
 ) -> None:
     policy = data.draw(leaf)
     wanted = policy.judge(steps).keys()
@@ -223,14 +223,14 @@ def test_some_steps_always_stay(found: tuple[list[StoredStep], Look]) -> None:
 
 
 @given(timelines(), policies, policies)
-def test_a_union_keeps_the_union(steps: list[StoredStep], a: Policy, b: Policy) -> None:
+def test_a_union_keeps_the_union(steps: list[StoredStep], a: KeepPolicy, b: KeepPolicy) -> None:
     assert (a | b).judge(steps).keys() == a.judge(steps).keys() | b.judge(steps).keys()
     assert (a | b).judge(steps).keys() == (b | a).judge(steps).keys()
     assert (a | a).judge(steps).keys() == a.judge(steps).keys()
 
 
 @given(timelines(), policies)
-def test_policies_keep_only_stored_steps(steps: list[StoredStep], policy: Policy) -> None:
+def test_policies_keep_only_stored_steps(steps: list[StoredStep], policy: KeepPolicy) -> None:
     reasons = policy.judge(steps)
     assert reasons.keys() <= {s.name for s in steps}
     assert all(reasons.values())
