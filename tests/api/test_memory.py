@@ -48,7 +48,7 @@ BOUNDS = {
     "names",
     [
         # One of each kind of call, and all of them.
-        ["async-take", "take-strided", "read-into", "read-column", "restore-strided", "verify"],
+        ["async-take", "read-into", "restore-strided", "verify"],
         slow(["take", "take-strided"]),
         slow(["async-take-strided"]),
         slow(["read-into-strided", "read-fresh"]),
@@ -56,6 +56,7 @@ BOUNDS = {
             [
                 "read-view",
                 "read-into-view",
+                "read-column",
                 "read-into-column",
                 "read-quantized",
                 "read-into-quantized",

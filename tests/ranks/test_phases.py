@@ -26,8 +26,8 @@ def director() -> Iterator[Director]:
     [
         ("step", "thread", "async_take('{s}', step=2)", "async_take('{s}', step=3)"),
         slow("step", "process", "async_take('{s}', step=2)", "async_take('{s}', step=3)"),
-        slow("path", "thread", "async_take('{s}')", "async_take('{t}')"),
-        ("path", "process", "async_take('{s}')", "async_take('{t}')"),
+        ("path", "thread", "async_take('{s}')", "async_take('{t}')"),
+        slow("path", "process", "async_take('{s}')", "async_take('{t}')"),
         ("kind", "thread", "async_take('{s}', step=2)", "take('{s}', step=2)"),
         slow("kind", "process", "async_take('{s}', step=2)", "take('{s}', step=2)"),
         ("restore", "thread", "take('{s}', step=2)", "restore('{s}')"),
