@@ -215,7 +215,7 @@ class Keeper:
                 attempt=commit.attempt, generation=generation, reason=reason
             )
         rests = self._rests(listing, commits, generation) - {*doomed}
-        result = await self._root.delete(opened, intents, rests, generation)
+        result = await self._root.delete(opened, intents, rests, listing.intents, generation)
         if listing.temporaries and not result.is_superseded:
             await opened.storage.delete([*listing.temporaries])
         self.is_superseded = self.is_superseded or result.is_superseded

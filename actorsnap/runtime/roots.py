@@ -18,7 +18,7 @@ from datetime import datetime
 from functools import partial
 
 from actorsnap.actors.abandonable import first_error
-from actorsnap.actors.snapshot_reader import find_commit
+from actorsnap.actors.snapshot_reader import find_commit, is_complete
 from actorsnap.errors import (
     ActorSnapError,
     FormatError,
@@ -232,12 +232,15 @@ class Root:
         opened: OpenSource,
         doomed: Mapping[StepName, DeleteIntent],
         rests: Collection[StepName],
+        begun: Collection[StepName],
         generation: int,
     ) -> Deletions:
         """Deletes snapshots, unless the manager is superseded. A failure does not stop the others.
 
         Args:
-            rests: Names of which folders without a commit object go, and intents.
+            rests: Names of which folders without a commit object go, and intents. Without an intent
+                a complete attempt stays: it may have lost its commit object.
+            begun: Names with an intent of an earlier pass.
         """
         storage, result = opened.storage, Deletions()
 
@@ -249,6 +252,10 @@ class Root:
             # As late as possible: what a later manager restores from must not go.
             if await self.is_superseded(opened, generation):
                 result.is_superseded = True
+            elif (
+                name not in doomed and name not in begun and await self._has_complete(opened, name)
+            ):
+                logger.info("%s/%s: kept, `actorsnap recover` can use it", self.url, name)
             elif commit is None or (name in doomed and commit.attempt == doomed[name].attempt):
                 if commit is not None:
                     await storage.delete([f"{name}/{COMMIT_KEY}"])
@@ -268,6 +275,13 @@ class Root:
         remaining = [name for name in (*doomed, *rests) if name not in result.failed]
         await for_each(remaining, partial(attempt, delete), at_once=MAX_SMALL_READS)
         return result
+
+    async def _has_complete(self, opened: OpenSource, name: StepName) -> bool:
+        storage, run_blocking = opened.storage, opened.errands.run_blocking
+        for attempt in await storage.list_folders(str(name)):
+            if await is_complete(storage, run_blocking, f"{name}/{attempt}"):
+                return True
+        return False
 
 
 def stored_step(name: StepName, commit: Commit) -> StoredStep:

@@ -338,8 +338,10 @@ def assert_only_kept(root: Path, log: Path, restored: StepName | None) -> None:
 
 
 def assert_no_rest(root: Path) -> None:
-    """No intent, and no file that belongs to no committed snapshot."""
-    assert {*snapshots_at(root)} == whole_at(root)
+    """No intent, and no file that belongs to no snapshot."""
+    for name in {*snapshots_at(root)} - whole_at(root):
+        # Killed just before its commit: `actorsnap recover` can use it.
+        assert [*(root / str(name)).glob("*/manifest/0.json")], name
     files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     rest = {path for path in files if not StepName.parse(path.partition("/")[0])}
     assert rest == {run_key(generation) for generation in parents_at(root)}, rest

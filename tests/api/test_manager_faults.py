@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import anyio.to_thread
 import pytest
 
-from actorsnap import AccessDenied, NoValidSnapshot, RootTaken
+from actorsnap import AccessDenied, NoValidSnapshot, RootTaken, sync
 from actorsnap import manager as asynchronous
 from actorsnap.format.steps import StepName
 from actorsnap.manager import every, keep
@@ -353,3 +353,23 @@ def test_nothing_due_makes_no_request(tmp_path: Path) -> None:
             assert not manager.maybe_save(step, metrics={"loss": 0.0})
         manager.close()
     assert tally.operations == []
+
+
+def test_what_lost_its_commit_object_stays(tmp_path: Path) -> None:
+    """Copies lose files. Only rests that nobody can use are deleted."""
+    root = tmp_path / "run"
+    first = Trainer(root, keep=keep.all())
+    first.train(0, 1, 2)
+    first.manager.close()
+    complete, torn = root / "step-0000000000.g1", root / "step-0000000001.g1"
+    for folder in (complete, torn):
+        (folder / "actorsnap.json").unlink()
+    (manifest,) = torn.glob("*/manifest/0.json")
+    manifest.unlink()
+    second = Trainer(root, keep=keep.all())
+    second.manager.restore_latest()
+    second.train(3)
+    second.manager.close()
+    assert not torn.exists()
+    sync.Snapshot(complete).recover()
+    assert second.manager.all_steps() == [0, 2, 3]
