@@ -6,8 +6,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_ARGS ?=
-# A file stays in one process: tests of a file share worlds and servers.
-PARALLEL ?= -n 2 --dist loadfile
+# A file stays in one process: tests of a file share worlds and servers. Three on two cores: half of
+# the time they wait.
+PARALLEL ?= -n 3 --dist loadfile
 
 .PHONY: demo test test-all servers bench docs lint format clean
 

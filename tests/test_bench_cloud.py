@@ -31,6 +31,7 @@ def setting(tmp_path: Path) -> Setting:
     )
 
 
+@pytest.mark.slow
 def test_sink_rows(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

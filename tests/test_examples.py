@@ -77,6 +77,7 @@ def test_fsdp_resume_by_torchrun(tmp_path: Path, size: str) -> None:
     assert left_behind(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_fsdp_resume(tmp_path: Path) -> None:
     """Without torchrun, which takes most of the example's time to start."""
     with Director("tests.ranks.examples", *MODULES) as director:

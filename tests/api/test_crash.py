@@ -142,7 +142,7 @@ def test_killed_at_a_system_call(
     )
     assert num_killed > 20 // step
     temporaries = [key for one in found for key in one["left_before"] if key.endswith(".tmp")]
-    assert temporaries, "no run was killed while a temporary lay there"
+    assert temporaries or step > 1, "no run was killed while a temporary lay there"
 
 
 # Commit objects of the older name -------------------------------------------------------------
