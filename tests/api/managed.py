@@ -345,7 +345,9 @@ def assert_no_rest(root: Path) -> None:
     files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     rest = {path for path in files if not StepName.parse(path.partition("/")[0])}
     assert rest == {run_key(generation) for generation in parents_at(root)}, rest
-    assert not [path for path in files if path.endswith(".tmp")]
+    whole = {str(name) for name in whole_at(root)}
+    temporaries = {path for path in files if path.endswith(".tmp")}
+    assert not {path for path in temporaries if path.partition("/")[0] in whole}, temporaries
 
 
 def silently(call: Callable[[], object]) -> ActorSnapError | None:

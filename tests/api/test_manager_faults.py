@@ -325,7 +325,8 @@ def test_a_superseded_manager_deletes_nothing_more(tmp_path: Path, stride: int) 
             managed.assert_no_rest(root)
         else:
             assert len(report.deleted) == 3
-            break
+            if at > len(tally.operations):  # else an operation that nothing can wait at
+                break
     assert num_stopped > 3
     assert at > 25
 
