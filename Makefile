@@ -16,6 +16,7 @@ demo: $(READY)
 	$(BIN)/python examples/train_resume.py
 	$(BIN)/python examples/fsdp_resume.py
 	$(BIN)/python examples/managed.py
+	$(BIN)/python examples/exact_resume.py
 
 # The check list: what CI and pre-commit run. pytest is last, so that its closing line is.
 # CI must have the servers that the tests talk to; elsewhere tests skip what is missing.

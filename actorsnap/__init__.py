@@ -1,4 +1,4 @@
-"""actorsnap: an asyncio-native, actor-based checkpoint runtime for PyTorch.
+"""An asyncio-native, actor-based checkpoint runtime for PyTorch.
 
 Public names only. ``actorsnap.sync`` has the same calls for ordinary scripts.
 
@@ -8,6 +8,8 @@ this module without torch.
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from actorsnap import errors
 
 if TYPE_CHECKING:
     from actorsnap import sync as sync
@@ -34,7 +36,6 @@ if TYPE_CHECKING:
         UsageError,
     )
     from actorsnap.options import Options, from_env
-    from actorsnap.release import RELEASE as __version__
     from actorsnap.runtime.copy import CopyEvent, CopyEventKind, CopyReport
     from actorsnap.runtime.host import shutdown
     from actorsnap.runtime.pacing import step
@@ -45,6 +46,27 @@ if TYPE_CHECKING:
     from actorsnap.snapshot import PendingSnapshot, Snapshot, warm_up
     from actorsnap.state.optim import ModelState, prime_optimizer
     from actorsnap.state.stateful import RNGState, StateDict, Stateful
+
+__version__: str
+
+_NAMES_BY_MODULE = {
+    "actorsnap.actors.trace": ("Phase", "Progress"),
+    "actorsnap.errors": errors.__all__,
+    "actorsnap.options": ("Options", "from_env"),
+    "actorsnap.runtime.copy": ("CopyEvent", "CopyEventKind", "CopyReport"),
+    "actorsnap.runtime.host": ("shutdown",),
+    "actorsnap.runtime.pacing": ("step",),
+    "actorsnap.runtime.recover": ("RecoverReport",),
+    "actorsnap.runtime.restore": ("RestorePlan", "RestoreReport"),
+    "actorsnap.runtime.taking": ("Guard",),
+    "actorsnap.runtime.verify": ("VerifyReport",),
+    "actorsnap.snapshot": ("PendingSnapshot", "Snapshot", "warm_up"),
+    "actorsnap.state.optim": ("ModelState", "prime_optimizer"),
+    "actorsnap.state.stateful": ("RNGState", "StateDict", "Stateful"),
+}
+"""The public names by module."""
+
+_MODULES = ("errors", "manager", "storage", "sync", "testing")
 
 __all__ = [
     "AccessDenied",
@@ -91,34 +113,18 @@ __all__ = [
     "warm_up",
 ]
 
-_HOMES = {
-    "actorsnap.actors.trace": ("Phase", "Progress"),
-    "actorsnap.options": ("Options", "from_env"),
-    "actorsnap.runtime.copy": ("CopyEvent", "CopyEventKind", "CopyReport"),
-    "actorsnap.runtime.host": ("shutdown",),
-    "actorsnap.runtime.pacing": ("step",),
-    "actorsnap.runtime.recover": ("RecoverReport",),
-    "actorsnap.runtime.restore": ("RestorePlan", "RestoreReport"),
-    "actorsnap.runtime.taking": ("Guard",),
-    "actorsnap.runtime.verify": ("VerifyReport",),
-    "actorsnap.snapshot": ("PendingSnapshot", "Snapshot", "warm_up"),
-    "actorsnap.state.optim": ("ModelState", "prime_optimizer"),
-    "actorsnap.state.stateful": ("RNGState", "StateDict", "Stateful"),
-}
-"""The modules of the public names; all others are errors."""
-
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
         return import_module("actorsnap.release").RELEASE
-    if name == "sync":
-        return import_module("actorsnap.sync")
-    if name not in __all__:
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
+    home = next((home for home, names in _NAMES_BY_MODULE.items() if name in names), None)
+    if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = next((home for home, names in _HOMES.items() if name in names), "actorsnap.errors")
     value = globals()[name] = getattr(import_module(home), name)
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted([*__all__, *_MODULES])

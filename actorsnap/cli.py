@@ -20,7 +20,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterator
-from typing import Annotated, TypeVar
+from typing import Annotated
 
 import msgspec
 import typer
@@ -53,8 +53,6 @@ from actorsnap.runtime.copy import CopyEvent, CopyEventKind
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.verify import VerifyReport
 from actorsnap.sync import Snapshot
-
-T = TypeVar("T")
 
 app = typer.Typer(
     add_completion=False,
@@ -317,8 +315,8 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
         what = output.count_of(len(doomed), "attempt is", "attempts are")
         err.print(f"{what} complete: {quote(_recover(path))} makes a snapshot of one again.")
         is_confirmed = typer.confirm("Delete what is complete, too?", err=True)
-    expendable = complete if is_confirmed else []
-    report = run(maintenance.collect(source, force=force, expendable=expendable))
+    deletable = complete if is_confirmed else []
+    report = run(maintenance.collect(source, force=force, deletable=deletable))
     if not report.deleted and not report.kept and not report.left:
         run(reading.load_index(source))  # raises if empty
     objects = output.count_of(len(report.deleted), "object", "objects")

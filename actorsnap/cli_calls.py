@@ -12,7 +12,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 from rich.markup import escape as quote
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from actorsnap import cli_output as output
 from actorsnap.errors import (
@@ -24,6 +23,7 @@ from actorsnap.errors import (
     UsageError,
 )
 from actorsnap.options import Options, from_env
+from actorsnap.runtime.bars import Amount, Display
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location
 from actorsnap.runtime.script import run_sync
@@ -94,7 +94,7 @@ def errors(damaged: int = 4) -> Iterator[None]:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     except BrokenPipeError:
-        # `| head`: nobody reads the rest, including buffered output.
+        # `| head`: the rest is not read, including buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
 
@@ -115,12 +115,11 @@ def _exit_code(error: ActorSnapError, damaged: int) -> int:
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Shows a bar if stderr is a terminal. Call the result from any thread."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        DownloadColumn(binary_units=True),
-        TransferSpeedColumn(),
-    )
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
-        task = bar.add_task(what, total=None)
-        yield lambda done, total: bar.update(task, completed=done, total=total)
+    amount = Amount(what, 0, 0)
+
+    def update(done: int, total: int) -> None:
+        nonlocal amount
+        amount = Amount(what, done, total)
+
+    with Display(lambda: [amount], logs=False):
+        yield update

@@ -10,7 +10,6 @@ import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import msgspec
@@ -51,10 +50,7 @@ def one_line(text: str) -> str:
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    """In batches: a manifest may have a million lines."""
-    lines = iter(lines)
-    while batch := list(islice(lines, 10_000)):
-        sys.stdout.write("".join([f"{one_line(line)}\n" for line in batch]))
+    sys.stdout.writelines(f"{one_line(line)}\n" for line in lines)
 
 
 def print_columns(rows: Iterable[Sequence[str]]) -> None:
@@ -134,15 +130,9 @@ class ListedLeaf:
 
     def as_json(self) -> dict[str, Any]:
         entry = self.entry
-        found: dict[str, Any] = {"kind": type(entry).__struct_config__.tag}
-        match entry:
-            case TensorEntry() | ViewEntry() | CompositeEntry():
-                found |= _fields(entry, "type", "dtype", "shape")
-            case BytesEntry():
-                found |= _fields(entry, "type")
-            case ValueEntry():
-                found |= _fields(entry, "value")
-        return {**found, "nbytes": self.nbytes}
+        shown = [n for n in ("type", "dtype", "shape", "value") if n in entry.__struct_fields__]
+        kind = type(entry).__struct_config__.tag
+        return {"kind": kind, **_fields(entry, *shown), "nbytes": self.nbytes}
 
 
 def _is_same(ours: Entry, theirs: Entry) -> bool:

@@ -10,7 +10,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, Literal
@@ -30,13 +31,18 @@ from actorsnap.cli_calls import (
     progress,
     run,
 )
+from actorsnap.cli_policies import parse_policies, parse_time
 from actorsnap.errors import FormatError, NotASnapshot, UsageError, describe
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import StepName
-from actorsnap.manager.body import ManagerBody, ManagerSettings, StepInfo
+from actorsnap.manager import looking
+from actorsnap.manager.body import ManagerBody
+from actorsnap.manager.inbox import put_request
 from actorsnap.manager.keeper import Keeper
+from actorsnap.manager.results import ManagerSettings, StepInfo
 from actorsnap.planning.cadence import every
-from actorsnap.planning.keeping import KeepAnyOf, KeepPolicy, keep
+from actorsnap.planning.keeping import KeepPolicy, keep
+from actorsnap.planning.marks import Pin
 from actorsnap.runtime import maintenance
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.host import Script
@@ -48,7 +54,6 @@ _POLICY_HELP = (
     "What stays; may be repeated. all, last:N, best:METRIC:min|max[:N], every:STEPS, "
     "at:STEP,STEP, newer_than:2d (s, min, h, d), thinned:hourly=N,daily=N,weekly=N,..."
 )
-_SECONDS = {"s": 1.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
 RootArgument = Annotated[str, typer.Argument(help="The folder or URL of a run.", metavar="ROOT")]
 KeepOption = Annotated[
@@ -60,7 +65,7 @@ MinValidOption = Annotated[
 
 
 def register(app: typer.Typer) -> None:
-    for command in (steps, prune, best, latest):
+    for command in (steps, prune, best, latest, pin, unpin, record, save_now):
         app.command()(command)
 
 
@@ -78,12 +83,12 @@ def steps(
     """List the steps of a run and, with --keep, which of them stay and why."""
     with errors():
         policy = parse_policies(keep) if keep else None
-        body = _body(root, option)
-        infos = run(body.steps(is_complete=True))
-        _require(infos, root)
-        verdicts = {} if policy is None else run(_judge(body.root, policy, min_valid)).verdicts
-        shown = [info for info in infos if all or info.state == "committed"]
-        sizes = run(_measure(body.root, [info.name for info in shown]))
+        with _opened(root, option) as body:
+            infos = run(body.steps(is_complete=True))
+            _require(infos, root)
+            verdicts = {} if policy is None else run(_judge(body.root, policy, min_valid)).verdicts
+            shown = [info for info in infos if all or info.state == "committed"]
+            sizes = run(_measure(body.root, [info.name for info in shown]))
         if as_json:
             output.print_json(
                 [
@@ -110,18 +115,18 @@ def prune(
         if not keep:
             raise UsageError("name what stays, for example --keep last:3")
         policy = parse_policies(keep)
-        body = _body(root, option)
-        infos = {info.name: info for info in run(body.steps(is_complete=True))}
-        _require(infos, root)
-        plan = run(_judge(body.root, policy, min_valid))
-        sizes = run(_measure(body.root, plan.doomed))
-        done = run(_judge(body.root, policy, min_valid, is_dry=False)) if yes else plan
+        with _opened(root, option) as body:
+            infos = {info.name: info for info in run(body.steps(is_complete=True))}
+            _require(infos, root)
+            plan = run(_judge(body.root, policy, min_valid))
+            sizes = run(_measure(body.root, plan.doomed))
+            done = run(_judge(body.root, policy, min_valid, is_dry=False)) if yes else plan
         if as_json:
             output.print_json(
                 {
                     "dry_run": not yes,
                     "is_superseded": done.is_superseded,
-                    "deleted": [infos[name].url for name in done.doomed],
+                    "deleted" if yes else "would_go": [infos[name].url for name in done.doomed],
                     "failed": {infos[name].url: why for name, why in done.failed.items()},
                 }
             )
@@ -151,10 +156,10 @@ def best(
 ) -> None:
     """Print the URL of the step with the best value of a metric. Exit code 3 if none has it."""
     with errors():
-        body = _body(root, option)
-        found = run(body.best(metric, "max" if max else "min"))
+        with _opened(root, option) as body:
+            found = run(body.best(metric, "max" if max else "min"))
+            infos = run(body.steps(is_complete=False)) if found is None else []
         if found is None:
-            infos = run(body.steps(is_complete=False))
             _require(infos, root)
             known = sorted({name for info in infos for name in info.metrics})
             _give_up(f"no step has the metric {metric!r}; there are: {', '.join(known) or 'none'}")
@@ -165,20 +170,131 @@ def best(
 def latest(
     root: RootArgument,
     valid: Annotated[
-        bool, typer.Option("--valid", help="The newest that `verify` finds intact.")
+        bool, typer.Option("--valid", help="The newest whose objects are there, with their sizes.")
+    ] = False,
+    full: Annotated[
+        bool, typer.Option("--full", help="As --valid, and compares every byte with its checksum.")
     ] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
     """Print the URL of the newest step of a run. Exit code 3 if there is none."""
     with errors():
-        body = _body(root, option)
-        found = run(body.latest_valid("quick") if valid else body.latest())
+        with _opened(root, option) as body:
+            level = "full" if full else "quick"
+            found = run(body.latest_valid(level) if valid or full else body.latest())
         if found is None:
-            what = "intact " if valid else ""
+            what = "intact " if valid or full else ""
             _give_up(f"{body.root.url} has no {what}step that a manager saved")
         else:
             _print_one(found, as_json)
+
+
+def save_now(
+    root: RootArgument,
+    reason: Annotated[str, typer.Option("--reason", help="Stored with the snapshot.")] = "save-now",
+    as_json: JsonOption = False,
+    option: StorageOption = None,
+) -> None:
+    """Ask the job that saves to ROOT for a save soon. It must have watch_requests_s."""
+    with errors(), _opened(root, option) as body:
+        _require(run(body.steps(is_complete=True)), root)
+        run(body.root.source.perform("request", lambda opened: put_request(opened, reason)))
+        if as_json:
+            output.print_json({"root": body.root.url, "reason": reason})
+        err.print(
+            "the job saves after its next look for requests, if its CheckpointManager has "
+            "watch_requests_s"
+        )
+
+
+StepArgument = Annotated[
+    str, typer.Argument(help="A step, or a name as `steps --all` prints it.", metavar="STEP")
+]
+
+
+def pin(
+    root: RootArgument,
+    step: StepArgument,
+    reason: Annotated[str, typer.Option("--reason", help="For people, and for unpin.")],
+    until: Annotated[
+        str | None, typer.Option("--until", help="Time from now: 30d (s, min, h, d).")
+    ] = None,
+    as_json: JsonOption = False,
+    option: StorageOption = None,
+) -> None:
+    """Protect a step from every deletion."""
+    with errors(), _opened(root, option) as body:
+        pinned = run(looking.pin(body.root, _parse_step(step), reason, _parse_time(until)))
+        if as_json:
+            output.print_json(_pin_json(pinned))
+        else:
+            output.write_lines([f"{pinned.name}  {pinned}"])
+
+
+def unpin(
+    root: RootArgument,
+    step: StepArgument,
+    reason: Annotated[
+        str | None, typer.Option("--reason", help="Which pins, if there are several reasons.")
+    ] = None,
+    as_json: JsonOption = False,
+    option: StorageOption = None,
+) -> None:
+    """Remove the pins of a step."""
+    with errors(), _opened(root, option) as body:
+        removed = run(looking.unpin(body.root, _parse_step(step), reason))
+        if as_json:
+            output.print_json([_pin_json(each) for each in removed])
+        else:
+            output.write_lines([f"{each.name}  no longer {each}" for each in removed])
+
+
+def record(
+    root: RootArgument,
+    step: StepArgument,
+    metrics: Annotated[
+        list[str], typer.Argument(help="Numbers, such as val/loss=0.25.", metavar="NAME=VALUE...")
+    ],
+    as_json: JsonOption = False,
+    option: StorageOption = None,
+) -> None:
+    """Add metrics to a step that is saved."""
+    with errors(), _opened(root, option) as body:
+        numbers = dict(map(_parse_metric, metrics))
+        name = run(looking.record(body.root, _parse_step(step), numbers))
+        if as_json:
+            output.print_json(looking.stored_metrics(numbers))
+        else:
+            output.write_lines([f"{name}  {_metrics_text(numbers)}"])
+
+
+def _parse_step(text: str) -> int | StepName:
+    name = StepName.parse(text)
+    if name is not None:
+        return name
+    if not re.fullmatch("[0-9]{1,19}", text):
+        raise UsageError(f"{text!r} is no step: write 500, or step-0000000500.g2")
+    return int(text)
+
+
+def _parse_time(text: str | None) -> timedelta | None:
+    if text is None:
+        return None
+    try:
+        return parse_time(text)
+    except ValueError as error:
+        raise UsageError(f"--until {text}: write 30d (or s, min, h)") from error
+
+
+def _parse_metric(text: str) -> tuple[str, float]:
+    name, _, value = text.rpartition("=")
+    try:
+        if name:
+            return name, float(value)
+    except ValueError:
+        pass
+    raise UsageError(f"{text!r} is no metric: write val/loss=0.25")
 
 
 def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None) -> None:
@@ -236,81 +352,6 @@ def _check(
     return _Checked(name, "ok", [objects, *compared])
 
 
-# Policies
-
-
-def parse_policies(texts: Iterable[str]) -> KeepPolicy:
-    """Returns the policy that keeps each step that one of the texts keeps.
-
-    Raises:
-        UsageError: A text is no policy.
-    """
-    policies = [_parse_policy(text) for text in texts]
-    return policies[0] if len(policies) == 1 else KeepAnyOf(tuple(policies))
-
-
-def _parse_policy(text: str) -> KeepPolicy:
-    kind, _, arguments = text.partition(":")
-    parse = _PARSERS.get(kind)
-    if parse is None:
-        raise UsageError(f"--keep {text}: no such policy; there are {', '.join(_PARSERS)}")
-    try:
-        return parse(arguments)
-    except ValueError as error:
-        raise UsageError(f"--keep {text}: write {_EXAMPLES[kind]}") from error
-
-
-def _parse_all(arguments: str) -> KeepPolicy:
-    if arguments:
-        raise ValueError(arguments)
-    return keep.all()
-
-
-def _parse_best(arguments: str) -> KeepPolicy:
-    found = re.fullmatch(r"(.+):(min|max)(?::([0-9]+))?", arguments)
-    if found is None:
-        raise ValueError(arguments)
-    mode: Literal["min", "max"] = "min" if found[2] == "min" else "max"
-    return keep.best(found[1], mode, n=int(found[3] or 1))
-
-
-def _parse_newer_than(arguments: str) -> KeepPolicy:
-    found = re.fullmatch(r"([0-9.]+)(s|min|h|d)", arguments)
-    if found is None:
-        raise ValueError(arguments)
-    return keep.newer_than(timedelta(seconds=float(found[1]) * _SECONDS[found[2]]))
-
-
-def _parse_thinned(arguments: str) -> KeepPolicy:
-    numbers: dict[str, int] = {}
-    for part in arguments.split(","):
-        period, _, number = part.partition("=")
-        if period not in ("hourly", "daily", "weekly", "monthly", "yearly"):
-            raise ValueError(period)
-        numbers[period] = int(number)
-    return keep.thinned(**numbers)
-
-
-_PARSERS: Mapping[str, Callable[[str], KeepPolicy]] = {
-    "all": _parse_all,
-    "last": lambda text: keep.last(int(text)),
-    "best": _parse_best,
-    "every": lambda text: keep.every(steps=int(text)),
-    "at": lambda text: keep.at([int(step) for step in text.split(",")]),
-    "newer_than": _parse_newer_than,
-    "thinned": _parse_thinned,
-}
-_EXAMPLES = {
-    "all": "all",
-    "last": "last:3",
-    "best": "best:loss:min or best:accuracy:max:2",
-    "every": "every:1000",
-    "at": "at:500,1000",
-    "newer_than": "newer_than:2d (or s, min, h)",
-    "thinned": "thinned:hourly=24,daily=7",
-}
-
-
 # Judging
 
 
@@ -335,11 +376,9 @@ def _judge(
     root: Root, policy: KeepPolicy, min_valid: int, *, is_dry: bool = True
 ) -> Script[_Outcome]:
     """Judges the steps of the current run and, unless ``is_dry``, deletes what goes."""
-    listing = yield from root.source.perform("list", root.list)
+    listing = yield from root.source.perform("list", root.look)
     keeper = Keeper(root, policy, min_valid)
     keeper.generation = listing.newest_generation
-    # Its manager may still need what it continued.
-    keeper.restored = listing.parents.get(listing.newest_generation)
     verdicts, result = yield lambda _: keeper.run_pass(None, dry_run=is_dry)
     found = {verdict.name: (verdict.keeps, verdict.reasons) for verdict in verdicts}
     judged = {verdict.name for verdict in verdicts if not verdict.keeps}
@@ -353,15 +392,19 @@ def _judge(
 
 
 def _measure(root: Root, names: Sequence[StepName]) -> Script[dict[StepName, int]]:
-    """Returns the bytes that each snapshot occupies."""
+    """Returns the bytes that each snapshot occupies: by one listing, if there are many."""
 
     async def perform(opened: OpenSource) -> dict[StepName, int]:
-        sizes: dict[StepName, int] = {}
+        sizes = dict.fromkeys(names, 0)
 
-        async def add(name: StepName) -> None:
-            sizes[name] = sum([info.size async for info in opened.storage.list(f"{name}/")])
+        async def add(prefix: str) -> None:
+            async for info in opened.storage.list(prefix):
+                name = StepName.parse(info.key.partition("/")[0])
+                if name in sizes:
+                    sizes[name] += info.size
 
-        await for_each(names, add, at_once=MAX_SMALL_READS)
+        prefixes = ["step-"] if len(sizes) > MAX_SMALL_READS else [f"{name}/" for name in sizes]
+        await for_each(prefixes, add, at_once=MAX_SMALL_READS)
         return sizes
 
     return (yield from root.source.perform("list", perform))
@@ -370,8 +413,9 @@ def _measure(root: Root, names: Sequence[StepName]) -> Script[dict[StepName, int
 # Output
 
 
-def _body(root: str, option: list[str] | None) -> ManagerBody:
-    return ManagerBody(
+@contextmanager
+def _opened(root: str, option: list[str] | None) -> Iterator[ManagerBody]:
+    body = ManagerBody(
         ManagerSettings(
             root=root,
             app_state=None,
@@ -388,6 +432,10 @@ def _body(root: str, option: list[str] | None) -> ManagerBody:
             store=None,
         )
     )
+    try:
+        yield body
+    finally:
+        run(body.close())
 
 
 def _require(infos: Iterable[object], root: str) -> None:
@@ -410,19 +458,24 @@ def _print_one(info: StepInfo, as_json: bool) -> None:
 def _row(
     info: StepInfo, nbytes: int, verdicts: Mapping[StepName, tuple[bool, Sequence[str]]]
 ) -> list[str]:
-    metrics = [f"{name}={value:.6g}" for name, value in info.metrics.items()]
     is_committed = info.state in ("committed", "abandoned")
     cells = [
         str(info.name),
         f"{output.age_text(time.time() - info.created_s)} old" if is_committed else "-",
-        ", ".join(metrics) or "-",
+        _metrics_text(info.metrics) or "-",
         output.size_text(nbytes),
         info.state,
     ]
     if verdicts:
-        keeps, reasons = _verdict(info, verdicts)
+        keeps, reasons = _verdict(info, verdicts)  # with the pins
         cells.append(f"stays: {', '.join(reasons)}" if keeps else "goes: no policy keeps it")
+    elif info.pins:
+        cells.append(", ".join(map(str, info.pins)))
     return cells
+
+
+def _metrics_text(metrics: Mapping[str, float]) -> str:
+    return ", ".join([f"{name}={value:.6g}" for name, value in metrics.items()])
 
 
 def _verdict(
@@ -458,7 +511,13 @@ def _step_json(info: StepInfo) -> dict[str, Any]:
             name: value if math.isfinite(value) else repr(value)
             for name, value in info.metrics.items()
         },
+        "pins": [_pin_json(each) for each in info.pins],
     }
+
+
+def _pin_json(pin: Pin) -> dict[str, Any]:
+    until = None if pin.until_s is None else datetime.fromtimestamp(pin.until_s, UTC).isoformat()
+    return {"name": str(pin.name), "reason": pin.reason, "holder": pin.holder, "until": until}
 
 
 def _verdict_json(

@@ -26,10 +26,12 @@ of the package, so every layer can raise from it.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from shlex import quote
+from types import FunctionType
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -54,17 +56,7 @@ __all__ = [
     "Throttled",
     "UnsupportedFormat",
     "UsageError",
-    "attribute_of",
-    "describe",
-    "did_you_mean",
-    "notes_of",
-    "printable",
-    "text_of",
 ]
-
-
-def _rebuild(cls: Callable[..., ActorSnapError], fields: dict[str, Any]) -> ActorSnapError:
-    return cls(**fields)
 
 
 def printable(text: str) -> str:
@@ -95,6 +87,15 @@ def text_of(error: BaseException) -> str:
         return str(error)
     except BaseException as failure:  # an unreportable error would hang its waiters
         return f"<its __str__ raises {type(failure).__name__}>"
+
+
+def name_methods(kind: type, name: str) -> None:
+    """Names the methods that ``kind`` defines as the user calls them, for Python's own TypeErrors:
+    those of a base class would name a class that the user has never seen.
+    """
+    for key, method in vars(kind).items():
+        if isinstance(method, FunctionType):
+            method.__qualname__ = f"{name}.{key}"
 
 
 def attribute_of(error: BaseException, name: str) -> Any:
@@ -148,8 +149,72 @@ class ActorSnapError(Exception):
     def _text(self) -> str:
         raise NotImplementedError
 
+    def __copy__(self) -> ActorSnapError:
+        attributes = {**vars(self), "fields": {**self.fields}}
+        if notes := notes_of(self):
+            attributes["__notes__"] = notes
+        fresh = _rebuild((type(self), self.args, attributes), [])
+        fresh.__cause__ = self.__cause__
+        return fresh
+
     def __reduce__(self) -> tuple[Any, ...]:
-        return (_rebuild, (type(self), self.fields))
+        """Keeps the causes, which Python's exceptions lose in a pickle."""
+        return _rebuild, ((type(self), self.args, vars(self)), _portable_causes(self))
+
+
+def _rebuild(
+    own: tuple[type[ActorSnapError], tuple[Any, ...], dict[str, Any]], causes: list[Any]
+) -> ActorSnapError:
+    """Reverses ``__reduce__``; the constructor, which a subclass may change, is not called."""
+    kind, args, attributes = own
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(attributes)
+    cause: BaseException | None = None
+    for each in reversed(causes):
+        link = each if isinstance(each, BaseException) else _rebuild(each, [])
+        link.__cause__ = cause
+        cause = link
+    error.__cause__ = cause
+    return error
+
+
+def _portable_causes(error: BaseException) -> list[Any]:
+    """Returns the causes without theirs; a description in place of one that cannot be pickled."""
+    found: list[Any] = []
+    seen = [error]
+    while (cause := seen[-1].__cause__) is not None and not any(cause is each for each in seen):
+        seen.append(cause)
+        if isinstance(cause, ActorSnapError):
+            found.append((type(cause), cause.args, vars(cause)))
+            continue
+        try:
+            found.append(pickle.loads(pickle.dumps(cause)))
+        except Exception:  # a foreign class may do anything
+            found.append(RuntimeError(describe(cause)))
+    return found
+
+
+def is_same(error: BaseException | None, other: BaseException | None) -> bool:
+    """Returns whether both are one error of this package, of which one may be a copy."""
+    return (
+        isinstance(error, ActorSnapError)
+        and isinstance(other, ActorSnapError)
+        and type(error) is type(other)
+        and error.fields == other.fields
+    )
+
+
+def set_cause(error: BaseException, cause: BaseException) -> None:
+    """Sets the cause of an error that arrived as a copy.
+
+    A copy of ``cause`` itself gets its cause and traceback instead.
+    """
+    if is_same(error, cause):
+        error.__traceback__ = cause.__traceback__
+        error.__cause__ = cause.__cause__
+    else:
+        error.__cause__ = cause
 
 
 @dataclass(eq=False, repr=False)
@@ -341,19 +406,25 @@ class SnapshotReplaced(ActorSnapError):
         return f"the snapshot {self.url} was {what} while it was read; what was read is incomplete"
 
 
-def _append_location(error: SnapshotAborted | RestoreAborted) -> str:
-    reason, key = error.reason, error.key
-    known = [
-        f"rank {error.rank}" if error.rank is not None else "",
-        f"stage {error.stage!r}" if error.stage else "",
-        f"key {key!r}" if key and repr(key) not in reason else "",
-    ]
-    where = ", ".join(filter(None, known))
-    return f"{reason} ({where})" if where else reason
+@dataclass(kw_only=True, eq=False, repr=False)
+class _Aborted(ActorSnapError):
+    reason: str
+    rank: int | None = None
+    stage: str = ""
+    key: str | None = None
+
+    def _text(self) -> str:
+        known = [
+            f"rank {self.rank}" if self.rank is not None else "",
+            f"stage {self.stage!r}" if self.stage else "",
+            f"key {self.key!r}" if self.key and repr(self.key) not in self.reason else "",
+        ]
+        where = ", ".join(filter(None, known))
+        return f"{self.reason} ({where})" if where else self.reason
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class SnapshotAborted(ActorSnapError):
+class SnapshotAborted(_Aborted):
     """The attempt ended without commit. Older snapshots are untouched.
 
     Attributes:
@@ -365,10 +436,6 @@ class SnapshotAborted(ActorSnapError):
             still appear.
     """
 
-    reason: str
-    rank: int | None = None
-    stage: str = ""
-    key: str | None = None
     may_be_committed: bool = False
 
     def _text(self) -> str:
@@ -376,8 +443,7 @@ class SnapshotAborted(ActorSnapError):
             ". The snapshot may be committed nevertheless: look at the path before you delete or "
             "retry"
         )
-        location = _append_location(self)
-        return f"snapshot aborted: {location}{doubt if self.may_be_committed else ''}"
+        return f"snapshot aborted: {super()._text()}{doubt if self.may_be_committed else ''}"
 
 
 class StateChanged(SnapshotAborted):
@@ -401,7 +467,7 @@ class StateChanged(SnapshotAborted):
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class RestoreAborted(ActorSnapError):
+class RestoreAborted(_Aborted):
     """A restore by several ranks failed on one of them, and so ends on all.
 
     Tensors may be partly overwritten if the stage is ``read`` or ``load``.
@@ -413,13 +479,8 @@ class RestoreAborted(ActorSnapError):
         key: The top-level key concerned, or None.
     """
 
-    reason: str
-    rank: int | None = None
-    stage: str = ""
-    key: str | None = None
-
     def _text(self) -> str:
-        return f"restore aborted: {_append_location(self)}"
+        return f"restore aborted: {super()._text()}"
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

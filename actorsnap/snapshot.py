@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequenc
 from typing import Any, Literal, Self
 
 from actorsnap.actors.trace import Progress
+from actorsnap.errors import name_methods
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
 from actorsnap.runtime import copy, location, maintenance, reading, recover, restore, taking, verify
@@ -65,6 +66,9 @@ class SnapshotHandle:
         return snapshot
 
 
+name_methods(SnapshotHandle, "Snapshot")
+
+
 class Snapshot(SnapshotHandle):
     """A saved app state at a URL. Creating a handle does no I/O.
 
@@ -83,6 +87,8 @@ class Snapshot(SnapshotHandle):
         UsageError: A bad path or option.
     """
 
+    _run = staticmethod(run_async)
+
     @classmethod
     @async_call
     async def take(
@@ -99,6 +105,7 @@ class Snapshot(SnapshotHandle):
         options: Options | None = None,
         group: Any = None,
         store: Any = None,
+        progress: bool = False,
     ) -> Snapshot:
         """Saves ``app_state``; on return the snapshot is durable and visible.
 
@@ -138,6 +145,8 @@ class Snapshot(SnapshotHandle):
             store: A c10d store (TCPStore, or a PrefixStore of it) that all ranks reach, used
                 instead of the group's own. Without a process group, the environment variables RANK
                 and WORLD_SIZE must be set.
+            progress: Show on rank 0 how far the call is: bars on a terminal, else a log line every
+                10 seconds. See ``docs/observability.md``.
 
         Raises:
             UsageError: Bad input, or the ranks make different calls; nothing was written.
@@ -160,6 +169,7 @@ class Snapshot(SnapshotHandle):
             options=options,
             group=group,
             store=store,
+            progress=progress,
         )
         save = await run_async(taking.take(call, is_async=False))
         return cls._of(save)
@@ -181,6 +191,7 @@ class Snapshot(SnapshotHandle):
         options: Options | None = None,
         group: Any = None,
         store: Any = None,
+        progress: bool = False,
     ) -> PendingSnapshot:
         """Copies ``app_state`` and returns; storing and committing continue in the background.
 
@@ -201,6 +212,7 @@ class Snapshot(SnapshotHandle):
                 ``torch.optim.Optimizer``, and both for a ``ModelState``. Parameters that a fused
                 SGD trains are deferred only if it was guarded in an earlier save: its steps cannot
                 be noticed.
+            progress: Shown while this call, ``PendingSnapshot.staged`` or ``wait`` waits.
         """
         call = taking.TakeCall(
             path=path,
@@ -215,13 +227,20 @@ class Snapshot(SnapshotHandle):
             options=options,
             group=group,
             store=store,
+            progress=progress,
         )
         save = await run_async(taking.take(call, is_async=True))
         return PendingSnapshot(save)
 
     @async_call
     async def restore(
-        self, app_state: AppState, *, strict: bool = True, group: Any = None, store: Any = None
+        self,
+        app_state: AppState,
+        *,
+        strict: bool = True,
+        group: Any = None,
+        store: Any = None,
+        progress: bool = False,
     ) -> RestoreReport:
         """Reads the snapshot into ``app_state``, in place wherever a tensor fits.
 
@@ -269,7 +288,7 @@ class Snapshot(SnapshotHandle):
         Args:
             app_state: Statefuls by key.
             strict: False restores leaves that fit, leaves the rest unchanged and reports it.
-            group, store: See ``take``.
+            group, store, progress: See ``take``.
 
         Returns:
             The leaves that were left out on this rank.
@@ -289,8 +308,14 @@ class Snapshot(SnapshotHandle):
             MemoryError: A fresh tensor could not be allocated; names it. Nothing was changed.
         Cancellation: Tensors may be partly overwritten.
         """
-        return await run_async(
-            restore.restore(self._source, app_state, strict=strict, group=group, store=store)
+        return await self._run(
+            restore.restore(
+                *(self._source, app_state),
+                strict=strict,
+                group=group,
+                store=store,
+                progress=progress,
+            )
         )
 
     @async_call
@@ -306,7 +331,7 @@ class Snapshot(SnapshotHandle):
                 ``restore``.
             Exception: Any error of a ``state_dict``.
         """
-        return await run_async(
+        return await self._run(
             restore.plan_restore(self._source, app_state, group=group, store=store)
         )
 
@@ -322,7 +347,8 @@ class Snapshot(SnapshotHandle):
                 cannot be read.
             out: A tensor or array of the same dtype and shape to read into, on any device. A
                 DTensor receives the part that this process holds.
-            memory_budget_bytes: Bound of the memory allocated besides the result, at least 1 MiB.
+            memory_budget_bytes: Bound of the memory allocated in addition to the result, at least
+                1 MiB.
                 The process grows by at most this plus 4 MiB and the index, which is read once per
                 ``Snapshot``. Not bounded with ``out``: a sparse or quantized tensor and an array
                 with negative strides are filled by a copy; a view whose elements overlap or have
@@ -338,7 +364,7 @@ class Snapshot(SnapshotHandle):
             IncompatibleState: ``out`` has another kind, dtype or shape.
             NotASnapshot, FormatError, StorageError: See ``restore``.
         """
-        return await run_async(
+        return await self._run(
             reading.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes)
         )
 
@@ -351,7 +377,7 @@ class Snapshot(SnapshotHandle):
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
         """
-        return await run_async(reading.get_manifest(self._source))
+        return await self._run(reading.get_manifest(self._source))
 
     @async_call
     async def get_state_dict_for_key(self, key: str) -> Any:
@@ -363,7 +389,7 @@ class Snapshot(SnapshotHandle):
             UsageError: No such key; names the existing keys, or the ranks that have it.
             NotASnapshot, FormatError, StorageError: See ``restore``.
         """
-        return await run_async(reading.get_state_dict_for_key(self._source, key))
+        return await self._run(reading.get_state_dict_for_key(self._source, key))
 
     @property
     @async_call
@@ -373,7 +399,7 @@ class Snapshot(SnapshotHandle):
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
         """
-        commit, _ = await run_async(reading.load_index(self._source))
+        commit, _ = await self._run(reading.load_index(self._source))
         return commit.metadata
 
     @property
@@ -384,7 +410,7 @@ class Snapshot(SnapshotHandle):
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
         """
-        commit, _ = await run_async(reading.load_index(self._source))
+        commit, _ = await self._run(reading.load_index(self._source))
         return commit.step
 
     @async_call
@@ -403,7 +429,7 @@ class Snapshot(SnapshotHandle):
             UnsupportedFormat: Needs a newer release, or a package that is not installed.
             StorageError: Reading failed.
         """
-        return await run_async(verify.verify(self._source, level=level))
+        return await self._run(verify.verify(self._source, level=level))
 
     @async_call
     async def copy_to(
@@ -413,6 +439,7 @@ class Snapshot(SnapshotHandle):
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         on_event: Callable[[CopyEvent], object] | None = None,
+        progress: bool = False,
     ) -> CopyReport:
         """Copies the snapshot to another place, in any storage.
 
@@ -429,6 +456,7 @@ class Snapshot(SnapshotHandle):
             storage_options: Options for the backend of ``path``.
             on_event: Called for each step, on a worker thread, one call at a time. Its error ends
                 the copy.
+            progress: See ``take``.
 
         Raises:
             UsageError: A bad path or option.
@@ -443,7 +471,9 @@ class Snapshot(SnapshotHandle):
         """
         to = location.make_location(path, storage_options)
         location.check_flag("overwrite", overwrite)
-        return await run_async(copy.copy(self._source, to, overwrite=overwrite, on_event=on_event))
+        return await self._run(
+            copy.copy(self._source, to, overwrite=overwrite, on_event=on_event, progress=progress)
+        )
 
     @async_call
     async def recover(
@@ -460,7 +490,7 @@ class Snapshot(SnapshotHandle):
         Before anything is written, all rank manifests are read, and every byte of data is compared
         with its checksum. Only ``created`` differs: it is the start of the attempt. Durability
         after a power loss depends on the program that copied the files. Call it in one process,
-        while nobody saves to the path.
+        while no job saves to the path.
 
         Args:
             attempt: Name of the folder, if several attempts are complete.
@@ -483,7 +513,7 @@ class Snapshot(SnapshotHandle):
         call = RecoverCall(
             attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
         )
-        return await run_async(recover.recover(self._source, call))
+        return await self._run(recover.recover(self._source, call))
 
     @async_call
     async def delete(self) -> None:
@@ -493,7 +523,7 @@ class Snapshot(SnapshotHandle):
             NotASnapshot: There is no snapshot; nothing was deleted.
             StorageError: Deleting failed; the remaining objects are garbage.
         """
-        await run_async(maintenance.delete(self._source))
+        await self._run(maintenance.delete(self._source))
 
 
 class PendingHandle:
@@ -542,12 +572,17 @@ class PendingHandle:
         self._save.cancel("cancelled by the caller")
 
 
+name_methods(PendingHandle, "PendingSnapshot")
+
+
 class PendingSnapshot(PendingHandle):
     """A save in progress. Await it, or poll ``done()``.
 
     Without the handle the save continues, and a failure is logged as an error. At interpreter exit
     ``Options.at_exit`` applies.
     """
+
+    _run = staticmethod(run_async)
 
     @async_call
     async def staged(self) -> None:
@@ -557,7 +592,7 @@ class PendingSnapshot(PendingHandle):
             ActorSnapError: The save failed before.
         Cancellation: The save continues.
         """
-        await run_async(taking.await_staged(self._save))
+        await self._run(taking.await_staged(self._save))
 
     @async_call
     async def wait(self) -> Snapshot:
@@ -568,7 +603,7 @@ class PendingSnapshot(PendingHandle):
             StateChanged: A tensor was changed before its lazy staging ended.
         Cancellation: The save continues.
         """
-        await run_async(taking.await_pending(self._save, self._save.finished))
+        await self._run(taking.await_pending(self._save, self._save.finished))
         return Snapshot._of(self._save)
 
     def __await__(self) -> Generator[Any, Any, Snapshot]:

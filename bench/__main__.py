@@ -1,6 +1,6 @@
 """All rows: ``bench/local.py``, ``bench/tracing.py`` and ``bench/compression.py`` in one process,
 ``bench/ranks.py`` with many, ``bench/cloud.py`` with object stores, ``bench/interference.py``
-beside a trainer, ``bench/memory.py``, ``bench/staging.py``.
+beside a trainer, ``bench/memory.py``, ``bench/staging.py``, ``bench/manager.py``.
 
 Prints one JSON line per row on standard output, progress on standard error.
 """
@@ -13,7 +13,17 @@ import sys
 import tempfile
 from pathlib import Path
 
-from bench import cloud, compression, interference, local, memory, ranks, staging, tracing
+from bench import (
+    cloud,
+    compression,
+    interference,
+    local,
+    manager,
+    memory,
+    ranks,
+    staging,
+    tracing,
+)
 from bench.local import Setting, child_memory, machine, note
 from bench.peers import PEERS
 
@@ -26,6 +36,7 @@ ROWS = (
     | interference.ROWS
     | memory.ROWS
     | staging.ROWS
+    | manager.ROWS
 )
 
 

@@ -192,8 +192,8 @@ def messages(num_tensors: int, num_saves: int, root: str) -> list[int]:
             uploader = Host.get().resources.uploader
             assert uploader is not None
             assert uploader._link is not None
-            statistics = uploader._link.statistics
-            passed.append(statistics.sent_bytes + statistics.received_bytes)
+            link = uploader._link
+            passed.append(link.sent_bytes + link.received_bytes)
     return [after - before for before, after in zip(passed, passed[1:], strict=False)]
 
 

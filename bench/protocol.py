@@ -1,8 +1,10 @@
 """What does a save of thousands of ranks cost the one process that coordinates it?
 
+And an agreement on a save that rank 0 decides (``CheckpointManager``)?
+
 All machines of a save in one process, without a clock; what goes through the job's store is
-encoded, framed and counted as ``transport.store`` does it. First comes a save that nobody
-remembers anything of, then one with the structure unchanged. The coordinator's seconds and
+encoded, framed and counted as ``transport.store`` does it. First comes a save of which no
+rank remembers anything, then one with the structure unchanged. The coordinator's seconds and
 memory are those of a second coordinator, which is given what the first one was sent.
 
 Prints one JSON line per row (job x ranks) on standard output, or all as a table. bench/README.md
@@ -27,13 +29,16 @@ from actorsnap.format.manifest import SaveRecord
 from actorsnap.planning.inventory import Inventory, Scope, digest_of
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import plan_save
+from actorsnap.protocol.agreement import Agreed, Calls, Entered, Wish, Wishes
 from actorsnap.protocol.messages import (
     Arrived,
     Ask,
     CallKind,
     Failed,
+    Invite,
     Label,
     Proceed,
+    SaveWanted,
     ToCoordinator,
 )
 from actorsnap.protocol.rounds import (
@@ -49,6 +54,7 @@ from actorsnap.protocol.rounds import (
     ParticipantState,
     Reached,
     SendTo,
+    ToRank,
 )
 from actorsnap.protocol.save import (
     Assignment,
@@ -272,14 +278,9 @@ def decide(decisions: SaveDecisions, command: Decide) -> Decision:
 
 
 def new_decisions(world_size: int, memory: PlanCache) -> SaveDecisions:
-    return SaveDecisions(
-        attempt=ATTEMPT,
-        url=URL,
-        save=SaveRecord(world_size=world_size),
-        release=RELEASE,
-        rules=RULES,
-        memory=memory,
-    )
+    save = SaveRecord(world_size=world_size)
+    common = Assignment(attempt=ATTEMPT, url=URL.encode(), fsync=True, rules=RULES, save=save)
+    return SaveDecisions(common, release=RELEASE, memory=memory)
 
 
 def replay(world_size: int, frames: Iterable[bytes], memory: PlanCache) -> None:
@@ -296,6 +297,141 @@ def replay(world_size: int, frames: Iterable[bytes], memory: PlanCache) -> None:
                 case Decide() as command:
                     commands += machine.handle(decide(decisions, command))
     assert machine.state is CoordinatorState.PASSED
+
+
+# An agreement ------------------------------------------------------------------------------
+
+
+@dataclass
+class AgreementRun:
+    """One agreement of ranks that train (``protocol.agreement``); rank 1 asks for it.
+
+    Attributes:
+        first: The ranks never communicated before: all but rank 0 say hello.
+        messages: Greatest number that one rank sends up, and gets.
+    """
+
+    ranks: int
+    first: bool
+    up: Traffic = field(default_factory=Traffic)
+    down: Traffic = field(default_factory=Traffic)
+    messages: tuple[int, int] = (0, 0)
+    seconds: float = 0.0
+
+    def run(self) -> None:
+        topic = bytes(8)
+        num_up, num_down = [0] * self.ranks, [0] * self.ranks
+
+        def send(to: int | None, sender: int, message: object, kind: Kind) -> bytes:
+            payload = b"" if message is None else msgspec.msgpack.encode(message)
+            traffic = self.up if to is None else self.down
+            traffic.count(kind, sender, payload)
+            if to is None:
+                num_up[sender] += 1
+            else:
+                num_down[to] += 1
+            return payload
+
+        wanted = SaveWanted(1, topic, "before the upgrade", 1001, grace_s=25.0)
+        send(None, 1, wanted, Kind.UP)
+        participants = [Participant(rank=rank) for rank in range(self.ranks)]
+        calls = [Calls() for _ in participants]
+        arrived: list[bytes] = []
+        for rank, participant in enumerate(participants):
+            calls[rank].entered = 1000 + rank % 2
+            if rank:
+                send(rank, 0, Invite(topic, 30.0), Kind.DOWN)
+            if rank and self.first:
+                send(None, rank, None, Kind.HELLO)
+                send(rank, 0, None, Kind.WELCOME)
+            entered = msgspec.msgpack.encode(calls[rank].hold(-2))
+            (message,) = participant.handle(Reached(entered))
+            if rank:
+                arrived.append(send(None, rank, message, Kind.UP))
+            else:
+                arrived.append(msgspec.msgpack.encode(message))
+        answers = self._coordinate(arrived)
+        for rank, answer in answers:
+            if rank:
+                send(rank, 0, answer, Kind.DOWN)
+            (end,) = participants[rank].handle(answer)
+            assert isinstance(end, End)
+            calls[rank].agree(msgspec.msgpack.decode(end.payload, type=Agreed))
+        assert all(each.agreed == calls[0].agreed for each in calls)
+        assert calls[0].agreed[0].at == 1002
+        self.messages = (max(num_up), max(num_down))
+
+    def _coordinate(self, arrived: Iterable[bytes]) -> list[tuple[int, ToRank]]:
+        """All that rank 0 does: encode, decode, decide."""
+        begin = time.process_time()
+        for _ in range(1, self.ranks):
+            msgspec.msgpack.encode(Invite(bytes(8), 30.0))
+        machine = Coordinator(world_size=self.ranks)
+        wishes = Wishes(saves_on_notice=True)
+        wishes.add(Wish("before the upgrade (rank 1)", 1001))
+        decoder = msgspec.msgpack.Decoder(ToCoordinator)
+        sent: list[tuple[int, ToRank]] = []
+        for frame in arrived:
+            commands = deque(machine.handle(decoder.decode(frame)))
+            while commands:
+                match commands.popleft():
+                    case SendTo(rank, message):
+                        msgspec.msgpack.encode(message)
+                        sent.append((rank, message))
+                    case Decide(payloads=payloads):
+                        entered = {
+                            rank: msgspec.msgpack.decode(payload, type=Entered)
+                            for rank, payload in payloads.items()
+                        }
+                        answer, _ = wishes.decide(entered, lambda until_s, num_steps: True)
+                        common = msgspec.msgpack.encode(answer)
+                        commands += machine.handle(Continue(common=common, is_last=True))
+        self.seconds = time.process_time() - begin
+        return sent
+
+
+def measure_agreement(ranks: int) -> dict[str, Any]:
+    note(f"agreement, {ranks} ranks")
+    runs = {"first": AgreementRun(ranks, True), "repeated": AgreementRun(ranks, False)}
+    for run in runs.values():
+        run.run()
+    rows = {
+        which: {
+            "up": msgspec.to_builtins(run.up),
+            "down": msgspec.to_builtins(run.down),
+            "up_most_of_a_rank": run.messages[0],
+            "down_most_of_a_rank": run.messages[1],
+            "coordinator_cpu_s": round(run.seconds, 3),
+        }
+        for which, run in runs.items()
+    }
+    return {
+        "row": "agreement",
+        "ranks": ranks,
+        "ok": all(max(run.messages) <= 3 for run in runs.values()),
+        **rows,
+        "machine": machine(),
+        "load_at_start": LOAD_AT_START,
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+def agreement_table(rows: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        "",
+        "| ranks | agreement | frames up, down | most of a rank | bytes up, down | rank 0, CPU s |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        for which in ("first", "repeated"):
+            run = row[which]
+            up, down = run["up"], run["down"]
+            lines.append(
+                f"| {row['ranks']:,} | {which} | {up['messages']:,}, {down['messages']:,} "
+                f"| {run['up_most_of_a_rank']}, {run['down_most_of_a_rank']} "
+                f"| {up['nbytes']:,}, {down['nbytes']:,} | {run['coordinator_cpu_s']} |"
+            )
+    return lines
 
 
 # Rows ---------------------------------------------------------------------------------------
@@ -418,7 +554,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.protocol", description=__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 4096])
     parser.add_argument("--tensors", type=int, default=2000)
-    parser.add_argument("--jobs", nargs="+", choices=list(JOBS), default=list(JOBS))
+    parser.add_argument("--jobs", nargs="*", choices=list(JOBS), default=list(JOBS))
     parser.add_argument("--markdown", action="store_true", help="a table instead of JSON lines")
     args = parser.parse_args()
     rows = []
@@ -427,8 +563,18 @@ def main() -> None:
             rows.append(measure(name, ranks, args.tensors))
             if not args.markdown:
                 print(json.dumps(rows[-1]), flush=True)
+    agreements = [measure_agreement(ranks) for ranks in args.ranks]
     if args.markdown:
-        print(markdown(rows))
+        print(
+            "\n".join(
+                [markdown(rows), *agreement_table(agreements)]
+                if rows
+                else agreement_table(agreements)
+            )
+        )
+    else:
+        for row in agreements:
+            print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Training:
         model = nn.Sequential(nn.Linear(256, 4096), nn.ReLU(), nn.Dropout(0.1), nn.Linear(4096, 64))
         self.model = nn.parallel.DistributedDataParallel(model) if num_ranks > 1 else model
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
-        self.progress = StateDict(samples=0)
+        self.progress = StateDict(samples=0, loss=0.0)
         self.app_state: dict[str, Stateful] = {
             "model": self.model,
             "optimizer": self.optimizer,
@@ -101,7 +101,7 @@ def train(folder: str, num_steps: int, kill_at: int | None = None) -> None:
             for url, why in found.skipped:
                 say(f"skipped {url}: {why}")
         for step in range(found.step + 1 if found else 0, num_steps):
-            loss = training.step()
+            loss = training.progress["loss"] = training.step()
             decision = manager.maybe_save(step, metrics={"loss": loss})
             if decision:
                 say(f"step {step:>3}, loss {loss:.4f}: saves, {decision.reason}")
@@ -111,7 +111,7 @@ def train(folder: str, num_steps: int, kill_at: int | None = None) -> None:
             if manager.should_stop:
                 break
     say(f"kept: {', '.join(str(step) for step in manager.all_steps())}")
-    say(f"the end: loss {loss.hex()}, weights {training.fingerprint():08x}")
+    say(f"the end: loss {training.progress['loss'].hex()}, weights {training.fingerprint():08x}")
 
 
 def main() -> int:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import logging
 import os
 import signal
 import threading
@@ -146,6 +147,13 @@ def forker() -> Iterator[None]:
         yield
         assert server.stdin is not None
         server.stdin.close()
+
+
+@pytest.fixture(autouse=True)
+def _logging() -> Iterator[None]:
+    """What a test disables is enabled for the next one."""
+    yield
+    logging.disable(logging.NOTSET)
 
 
 @pytest.fixture(autouse=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.protocol import markdown, measure
+from bench.protocol import markdown, measure, measure_agreement
 
 
 @pytest.mark.parametrize("job", ["DDP", "FSDP", "HSDP"])
@@ -17,3 +17,16 @@ def test_a_repeated_save_sends_no_inventory(job: str) -> None:
     growth = large["repeated"]["up"]["nbytes"] / small["repeated"]["up"]["nbytes"]
     assert growth < 4.4, "more than linear in ranks"
     assert f"protocol {job}, x4 ranks" in markdown(rows)
+
+
+def test_an_agreement_is_linear_and_three_messages_a_rank_at_most() -> None:
+    small, large = measure_agreement(64), measure_agreement(256)
+    for row in (small, large):
+        assert row["ok"]
+        for which in ("first", "repeated"):
+            assert row[which]["up_most_of_a_rank"] <= 3
+            assert row[which]["down_most_of_a_rank"] <= 3
+    for which in ("first", "repeated"):
+        for way in ("up", "down"):
+            growth = large[which][way]["nbytes"] / small[which][way]["nbytes"]
+            assert growth < 4.4, "more than linear in ranks"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Generator
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,12 @@ import torch
 from typer.testing import CliRunner
 
 from actorsnap import StateDict, UsageError, cli
-from actorsnap.cli_roots import parse_policies
+from actorsnap.cli_policies import parse_policies
 from actorsnap.format.steps import DeleteIntent, StepName, encode_record, intent_key
 from actorsnap.manager import every, keep
 from actorsnap.manager.sync import CheckpointManager
 from actorsnap.planning.keeping import KeepPolicy
-from actorsnap.runtime.roots import Root
+from actorsnap.runtime.roots import Records, Root
 from actorsnap.runtime.source import OpenSource
 from actorsnap.sync import Snapshot
 
@@ -120,6 +122,7 @@ def test_steps_as_json(root: Path) -> None:
         "state": "committed",
         "created": found[0]["created"],
         "metrics": {"loss": 4.0},
+        "pins": [],
         "nbytes": sum(f.stat().st_size for f in (root / name(0)).rglob("*") if f.is_file()),
         "keeps": False,
         "reasons": [],
@@ -144,6 +147,23 @@ def test_damage_is_found_before_it_is_judged(root: Path) -> None:
     damage(root, name(300))
     row = run("steps", root, "--keep", "last:1").rows[3]
     assert row[5].startswith("stays: damaged: ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        *(["steps"], ["latest"], ["best", "loss"], ["prune", "--keep", "last:1"], ["save-now"]),
+        *(["pin", "0", "--reason", "a"], ["unpin", "0"], ["record", "0", "a=1"]),
+    ],
+)
+def test_a_file_is_no_root(tmp_path: Path, command: list[str]) -> None:
+    file = tmp_path / "file"
+    file.write_text("hello")
+    ended = run(command[0], file, *command[1:])
+    assert (ended.code, ended.out) == (3, "")
+    assert ended.err == (
+        f"error: {file}: this is a file; a snapshot is a folder, and so is a run: check the path\n"
+    )
 
 
 @pytest.mark.parametrize("command", [["steps"], ["latest"], ["best"], ["prune"], ["verify"]])
@@ -233,7 +253,7 @@ def test_prune_as_json(root: Path) -> None:
         assert found == {
             "dry_run": is_dry,
             "is_superseded": False,
-            "deleted": [f"{root}/{name(0)}", f"{root}/{name(100)}"],
+            "would_go" if is_dry else "deleted": [f"{root}/{name(0)}", f"{root}/{name(100)}"],
             "failed": {},
         }
 
@@ -274,19 +294,24 @@ def test_prune_finishes_a_deletion(root: Path) -> None:
 def test_prune_stops_for_a_later_run(
     root: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    real = Root.read_commits
+    read_commits, list_records = Root.read_commits, Root.list_records
+    looks = []
 
     async def begin_another(self: Root, opened: OpenSource, names: Any) -> Any:
         await self.claim_generation(opened, restored_from=None, world_size=1)
-        return await real(self, opened, names)
+        return await read_commits(self, opened, names)
 
-    async def is_superseded(*_: object) -> bool:
-        return True
+    async def look(self: Root, opened: OpenSource) -> Records:
+        looks.append(1)
+        records = await list_records(self, opened)
+        if len(looks) < 3:  # the first are those of the judgement
+            return records
+        return replace(records, generations=records.generations | {9})
 
     def arm(*_: object) -> Generator[Any, Any, dict[StepName, int]]:
         # After the dry run: before the first or the second look for a later run.
         if is_late:
-            monkeypatch.setattr(Root, "is_superseded", is_superseded)
+            monkeypatch.setattr(Root, "list_records", look)
         else:
             monkeypatch.setattr(Root, "read_commits", begin_another)
         yield from ()
@@ -316,6 +341,109 @@ def test_a_manager_does_not_count_what_the_shell_began_to_delete(root: Path) -> 
     running.close()
 
 
+# Marks ----------------------------------------------------------------------------------------
+
+
+def test_pin_and_unpin(root: Path) -> None:
+    assert run("pin", root, 0, "--reason", "paper", "--until", "30d").code == 0
+    pinned = json.loads(run("pin", root, name(0), "--reason", "talk", "--json").out)
+    assert (pinned["name"], pinned["reason"], pinned["until"]) == (name(0), "talk", None)
+    shown = run("steps", root).out.splitlines()
+    assert "pinned: paper" in shown[0]
+    assert "pinned: talk" in shown[0]
+    assert "pinned" not in shown[1]
+    (first, *_) = json.loads(run("steps", root, "--json", "--keep", "last:1").out)
+    assert [pin["reason"] for pin in first["pins"]] == ["paper", "talk"]
+    assert first["keeps"]
+    assert "pinned: paper" in str(first["reasons"])
+    assert run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes").code == 0
+    assert names(root) == [name(0), name(300)]
+    assert "name the reason" in run("unpin", root, 0).err
+    assert run("unpin", root, 0, "--reason", "talk").out.startswith(f"{name(0)}  no longer pinned")
+    (removed,) = json.loads(run("unpin", root, 0, "--json").out)
+    assert removed["reason"] == "paper"
+    assert run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes").code == 0
+    assert names(root) == [name(300)]
+
+
+def test_record(root: Path) -> None:
+    ended = run("record", root, 0, "val/acc=0.5", "val/top=nan")
+    assert ended.out == f"{name(0)}  val/acc=0.5, val/top=nan\n"
+    assert json.loads(run("record", root, 100, "val/acc=0.75", "--json").out) == {"val/acc": 0.75}
+    assert run("best", root, "val/acc", "--max").out.strip() == f"{root}/{name(100)}"
+    assert "loss=4, val/acc=0.5, val/top=nan" in run("steps", root).out.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["pin", "x", "--reason", "a"], "'x' is no step"),
+        (["pin", "7", "--reason", "a"], "no snapshot of step 7"),
+        (["pin", "0", "--reason", "a", "--until", "soon"], "write 30d"),
+        (["unpin", "0"], "no such pin"),
+        (["record", "0", "loss"], "is no metric"),
+        (["record", "0", "loss=high"], "is no metric"),
+        (["record", "0", "=1"], "is no metric"),
+        (["record", "0", ""], "is no metric"),
+    ],
+)
+def test_what_is_no_mark(root: Path, arguments: list[str], text: str) -> None:
+    command, *rest = arguments
+    ended = run(command, root, *rest)
+    assert ended.code != 0
+    assert text in " ".join(ended.err.split())
+
+
+def test_save_now_as_json(root: Path) -> None:
+    ended = run("save-now", root, "--reason", "upgrade", "--json")
+    assert ended.code == 0
+    assert json.loads(ended.out) == {"root": str(root), "reason": "upgrade"}
+    assert "watch_requests_s" in ended.err
+    assert len([*root.glob(".manager/requests/*.json")]) == 1
+    assert run("save-now", root).out == ""
+
+
+def test_sizes_of_many_steps(tmp_path: Path) -> None:
+    """One listing instead of one per snapshot."""
+    root = tmp_path / "run"
+    with manager(root, keep=keep.all(), save=every.steps(1)) as running:
+        for step in range(20):
+            running.maybe_save(step)
+    found = json.loads(run("steps", root, "--json").out)
+    assert [each["nbytes"] for each in found] == [
+        sum(f.stat().st_size for f in (root / name(step)).rglob("*") if f.is_file())
+        for step in range(20)
+    ]
+
+
+def test_latest_compares_bytes_if_full(root: Path) -> None:
+    (file,) = (root / name(300)).glob("*/data/**/*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    for options, step in (["--valid"], 300), (["--full"], 200), (["--valid", "--full"], 200):
+        assert run("latest", root, *options).out == f"{root}/{name(step)}\n"
+
+
+def test_a_link_to_the_latest_for_people(root: Path) -> None:
+    link = root / "latest"
+    assert str(link.readlink()) == name(300)
+    with manager(root) as running:
+        running.restore(100)
+        running.maybe_save(200)
+    assert str(link.readlink()) == name(200, 2)
+    # What is not ours stays, and nothing reads the link.
+    link.unlink()
+    link.write_text("mine")
+    with manager(root) as running:
+        found = running.restore_latest()
+        assert found is not None
+        assert found.step == 200
+        running.maybe_save(400)
+    assert link.read_text() == "mine"
+    assert [line.split()[0] for line in run("ls", root).out.splitlines()][-1] == name(400, 3)
+
+
 # Policies -------------------------------------------------------------------------------------
 
 
@@ -328,22 +456,13 @@ def test_a_manager_does_not_count_what_the_shell_began_to_delete(root: Path) -> 
         (["best:val/top:5:max:2"], keep.best("val/top:5", "max", n=2)),
         (["every:1000", "last:1"], keep.every(steps=1000) | keep.last(1)),
         (["at:5,10"], keep.at([5, 10])),
-        (["newer_than:2d"], keep.newer_than(2 * 86400)),
-        (["newer_than:90min"], keep.newer_than(90 * 60)),
+        (["newer_than:2d"], keep.newer_than(timedelta(days=2))),
+        (["newer_than:90min"], keep.newer_than(timedelta(minutes=90))),
         (["thinned:hourly=24,daily=7"], keep.thinned(hourly=24, daily=7)),
     ],
 )
 def test_policies(texts: list[str], policy: KeepPolicy) -> None:
-    def comparable(found: KeepPolicy) -> str:
-        return re.sub(r"datetime.timedelta\((.*?)\)", lambda m: _seconds(m[1]), repr(found))
-
-    assert comparable(parse_policies(texts)) == comparable(policy)
-
-
-def _seconds(arguments: str) -> str:
-    units = {"days": 86400, "seconds": 1}
-    parts = dict(part.split("=") for part in arguments.split(", "))
-    return str(sum(units[unit] * int(number) for unit, number in parts.items()))
+    assert repr(parse_policies(texts)) == repr(policy)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -94,6 +95,30 @@ def test_managed(tmp_path: Path) -> None:
     assert "restored step" in output
     assert "resumed and straight are equal, bit for bit" in output
     assert left_behind(tmp_path) == []
+
+
+def test_exact_resume(tmp_path: Path) -> None:
+    output = run("exact_resume.py", cwd=tmp_path)
+    assert "Loader: resumes exactly" in output or "Shuffled: resumes exactly" in output
+    firsts = re.findall(
+        r"^without '(\w+)': .* right after the restore, first at ([^/]+)/", output, re.M
+    )
+    assert [key for key, _ in firsts] == [
+        *("model", "optimizer", "scheduler", "scaler", "ema", "batches", "progress", "rng")
+    ]
+    assert all(key == named for key, named in firsts[:-1])
+    assert firsts[-1] == ("rng", "random generators")
+    assert left_behind(tmp_path) == []
+
+
+def test_managed_after_its_end(tmp_path: Path) -> None:
+    """A job that was killed after its last commit has no step to train."""
+    first, second = (
+        run("managed.py", "--folder", "run", "--steps", "2", cwd=tmp_path).splitlines()
+        for _ in range(2)
+    )
+    assert second[0].startswith("restored step 1,")
+    assert second[1:] == first[-2:]
 
 
 def test_managed_by_two_ranks(tmp_path: Path) -> None:

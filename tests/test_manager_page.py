@@ -31,10 +31,13 @@ def shell(line: str) -> str:
 
 
 def timeless(text: str) -> str:
-    """Without ages, sizes, losses, attempts; columns separated by two spaces, as in a pipe."""
+    """Without ages, times, holders, sizes, losses, attempts; columns separated by two spaces."""
     text = re.sub(r"\d+ (s|min|h|d) old", "<age>", text)
     text = re.sub(r"\d+(\.\d)? ([KM]i)?B\b", "<size>", text)
     text = re.sub(r"\d{8}T\d{6}-[0-9a-f]+-\d+-[0-9a-f]+", "<attempt>", text)
+    text = re.sub(r"\b[\w.-]+@[\w.-]+:\d+", "<holder>", text)
+    text = re.sub(r"until \d{4}-\d\d-\d\d \d\d:\d\d UTC", "<until>", text)
+    text = re.sub(r'"until": ".*"', '"until": <time>', text)
     text = re.sub(r"(loss=|loss \(min\): )[\d.]+", r"\1<loss>", text)
     lines = [re.sub(r"\t| {2,}", "  ", line).rstrip() for line in text.splitlines()]
     return "\n".join(lines)

@@ -38,6 +38,9 @@ class AbandonableTasks:
         run_cpu: Runs calls that move bytes; None: ``run_blocking``.
         on_retry: See ``StorageContext``.
         deadline: The loop's time at which the call, clean-up included, has to end.
+
+    Attributes:
+        run_blocking, run_cpu: The given ones; their running calls are counted for messages.
     """
 
     def __init__(
@@ -51,8 +54,8 @@ class AbandonableTasks:
         deadline: float = math.inf,
     ) -> None:
         self._tasks = tasks
-        self._run_blocking = run_blocking
-        self._run_cpu = run_cpu or run_blocking
+        self.run_blocking = self._counted(run_blocking)
+        self.run_cpu = self._counted(run_cpu or run_blocking)
         self._label = label
         self._on_retry = on_retry
         self._deadline = deadline
@@ -60,21 +63,15 @@ class AbandonableTasks:
         self._num_calls = 0
         self._abandoned: list[anyio.Event] = []
 
-    async def run_blocking(self, fn: Callable[..., T], /, *args: Any) -> T:
-        """See ``storage.base.RunBlocking``."""
-        self._num_calls += 1
-        try:
-            return await self._run_blocking(fn, *args)
-        finally:
-            self._num_calls -= 1
+    def _counted(self, run: RunBlocking) -> RunBlocking:
+        async def counted(fn: Callable[..., T], /, *args: Any) -> T:
+            self._num_calls += 1
+            try:
+                return await run(fn, *args)
+            finally:
+                self._num_calls -= 1
 
-    async def run_cpu(self, fn: Callable[..., T], /, *args: Any) -> T:
-        """``run_blocking`` for work that moves bytes."""
-        self._num_calls += 1
-        try:
-            return await self._run_cpu(fn, *args)
-        finally:
-            self._num_calls -= 1
+        return counted
 
     def note_retry(self, error: StorageError, delay_s: float) -> None:
         """``StorageContext.on_retry`` of the call's storages."""

@@ -27,14 +27,6 @@ class Purpose(Enum):
     DECOMPRESSING = auto()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BudgetStatistics:
-    leased_bytes: int
-    limit_bytes: int
-    peak_bytes: int
-    num_waiting: int
-
-
 @dataclass(slots=True, eq=False)
 class _Waiter:
     nbytes: int
@@ -84,6 +76,9 @@ class Budget:
         allocate: Returns writable memory of exactly the given number of bytes.
         free: Takes the memory back.
         pin: Pins the memory for a device, if the system permits.
+
+    Attributes:
+        leased_bytes, peak_bytes: Now, and at most so far.
     """
 
     def __init__(
@@ -98,9 +93,9 @@ class Budget:
         self._allocate = allocate or (lambda nbytes: memoryview(bytearray(nbytes)))
         self._free = free or (lambda view: None)
         self._pin = pin or (lambda view, pinner: None)
-        self._leased = 0
+        self.leased_bytes = 0
         self._num_lent = dict.fromkeys(Purpose, 0)
-        self._peak = 0
+        self.peak_bytes = 0
         self._waiters: deque[_Waiter] = deque()
 
     @property
@@ -112,13 +107,9 @@ class Budget:
         self._limit = value
         self._admit()
 
-    def statistics(self) -> BudgetStatistics:
-        return BudgetStatistics(
-            leased_bytes=self._leased,
-            limit_bytes=self._limit,
-            peak_bytes=self._peak,
-            num_waiting=len(self._waiters),
-        )
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiters)
 
     def would_wait(self, nbytes: int) -> bool:
         return bool(self._waiters) or not self._fits(nbytes)
@@ -142,10 +133,10 @@ class Budget:
         return Lease(self, nbytes, view, purpose)
 
     def _fits(self, nbytes: int) -> bool:
-        return self._leased + nbytes <= self._limit or self._leased == 0
+        return self.leased_bytes + nbytes <= self._limit or self.leased_bytes == 0
 
     def _give_back(self, nbytes: int, purpose: Purpose) -> None:
-        self._leased -= nbytes
+        self.leased_bytes -= nbytes
         self._num_lent[purpose] -= 1
         self._admit()
 
@@ -158,7 +149,7 @@ class Budget:
                 self._take(waiter)
 
     def _take(self, waiter: _Waiter) -> None:
-        self._leased += waiter.nbytes
+        self.leased_bytes += waiter.nbytes
         self._num_lent[waiter.purpose] += 1
-        self._peak = max(self._peak, self._leased)
+        self.peak_bytes = max(self.peak_bytes, self.leased_bytes)
         waiter.event.set()

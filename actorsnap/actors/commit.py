@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
 from functools import partial
 
@@ -87,6 +88,7 @@ class _Visible(Enum):
     UNKNOWN = auto()
 
 
+@dataclass(eq=False, repr=False)
 class CommitActor:
     """Commits one attempt; see ``actors.rounds.Committer``.
 
@@ -101,25 +103,16 @@ class CommitActor:
         is_unanswered: The result of the commit is unknown.
     """
 
-    def __init__(
-        self,
-        context: SaveContext,
-        fill: Callable[[Mapping[int, bytes]], Commit],
-        storage: Storage,
-        *,
-        overwrite: bool,
-        deadline: float,
-        suspicion: Callable[[], Awaitable[str | None]],
-        turn: Callable[[], Awaitable[bool]] | None = None,
-    ) -> None:
-        self._context = context
-        self._fill = fill
-        self._storage = storage
-        self._errands = context.errands
-        self._overwrite = overwrite
-        self._deadline = deadline
-        self._suspicion = suspicion
-        self._turn = turn
+    context: SaveContext
+    fill: Callable[[Mapping[int, bytes]], Commit]
+    storage: Storage
+    _: KW_ONLY
+    overwrite: bool
+    deadline: float
+    suspicion: Callable[[], Awaitable[str | None]]
+    turn: Callable[[], Awaitable[bool]] | None = None
+
+    def __post_init__(self) -> None:
         self._attempt = ""
         self._is_waiting = False
         self._scope = anyio.CancelScope()
@@ -127,7 +120,7 @@ class CommitActor:
         self._is_asked = False
         self.committed: Commit | None = None
         self.replaced: str | None = None
-        self.was_vacant = not overwrite
+        self.was_vacant = not self.overwrite
         self.is_unanswered = False
 
     def end_soon(self, reason: str, *, has_grace: bool) -> None:
@@ -136,11 +129,11 @@ class CommitActor:
         self._scope.deadline = anyio.current_time() + grace_s
 
     async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
-        commit = self._fill(payloads)
+        commit = self.fill(payloads)
         self._attempt = commit.attempt
         answers: list[Failure | None] = []
         with self._scope:
-            answers.append(await self._errands.run(self._write, commit))
+            answers.append(await self.context.errands.run(self._write, commit))
         # A client may swallow the cancellation and return without an answer.
         is_answered = bool(answers) and (answers[0] is not None or not self._scope.cancel_called)
         failure = answers[0] if is_answered else await self._unanswered()
@@ -152,24 +145,21 @@ class CommitActor:
         try:
             data = encode_commit(commit)
             self._is_waiting = True
-            may_be_replaced = self._turn is not None and await self._turn()
+            may_be_replaced = self.turn is not None and await self.turn()
             self._is_waiting = False
             await self._look_before(commit)
-            if suspicion := await self._suspicion():
-                return Failure(reason=suspicion, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
+            if suspicion := await self.suspicion():
+                return _failure(suspicion)
             self._is_asked = True
-            with self._context.recorder.row("coordinator") as row:
-                await _put(self._storage, data, overwrite=self._overwrite)
+            with self.context.recorder.row("coordinator") as row:
+                await _put(self.storage, data, overwrite=self.overwrite)
                 row.note(Work.COMMIT, COMMIT_KEY, 0, len(data))
             if may_be_replaced:
-                return Failure(
-                    reason="the storage has not answered the commit of an earlier save to this "
-                    "path, which may yet replace this one: save again",
-                    stage=Stage.COMMIT,
-                    rank=0,
-                    key=COMMIT_KEY,
-                    may_be_visible=True,
+                reason = (
+                    "the storage has not answered the commit of an earlier save to this path, "
+                    "which may yet replace this one: save again"
                 )
+                return _failure(reason, may_be_visible=True)
         except BaseException as error:  # any error of a backend: stored data must not be lost
             if ends_this_task(error):
                 raise
@@ -181,27 +171,27 @@ class CommitActor:
         looks: list[Callable[[], Awaitable[None]]] = [
             partial(self._look_for, rank, record) for rank, record in enumerate(commit.manifests)
         ]
-        if self._overwrite:
+        if self.overwrite:
             looks.insert(0, self._look_for_older)
         await for_each(looks, lambda look: look(), at_once=min(_NUM_LOOKERS, len(looks)))
         await anyio.lowlevel.checkpoint_if_cancelled()
 
     async def _look_for_older(self) -> None:
         with suppress(ChecksumMismatch):
-            older = await find_commit(self._storage)
+            older = await find_commit(self.storage)
             self.replaced = older.attempt if older is not None else None
             self.was_vacant = older is None
 
     async def _look_for(self, rank: int, record: ManifestRecord) -> None:
         try:
-            await self._storage.stat(record.key)
+            await self.storage.stat(record.key)
         except ObjectNotFound as error:
             if rank == 0:
                 raise
             raise StorageError(
                 op="stat",
                 key=record.key,
-                backend=self._storage.url,
+                backend=self.storage.url,
                 detail=f"rank {rank} has written this rank manifest, and rank 0 does not see "
                 "it: save to a path on storage that all ranks share",
             ) from error
@@ -210,16 +200,16 @@ class CommitActor:
         visible = await self._visible() if self._is_asked else _Visible.NONE
         if isinstance(error, ObjectExists) and visible is _Visible.OURS:
             return None
-        self._context.on_failure(error)
+        self.context.on_failure(error)
         self.is_unanswered = visible is _Visible.UNKNOWN
         is_lost = isinstance(error, ObjectExists) or (
-            visible is _Visible.ANOTHER and not self._overwrite
+            visible is _Visible.ANOTHER and not self.overwrite
         )
         if is_lost:
             exists = ObjectExists(
                 op="commit",
                 key=COMMIT_KEY,
-                backend=self._storage.url,
+                backend=self.storage.url,
                 detail="another snapshot was committed at this path in the meantime",
             )
             return Failure.of(exists, stage=Stage.COMMIT, key=COMMIT_KEY)
@@ -236,25 +226,19 @@ class CommitActor:
             reason = self._stop_reason
             if self._is_waiting:
                 reason += "; an earlier save to this path has to commit first and has not ended"
-            return Failure(reason=reason, stage=Stage.COMMIT, rank=0, key=COMMIT_KEY)
+            return _failure(reason)
         if await self._visible() is _Visible.OURS:
             return None
         # The storage may still perform it: the objects it names must stay.
         self.is_unanswered = True
-        return Failure(
-            reason=f"{self._stop_reason}; the storage has not answered the commit, which "
-            "may yet take effect",
-            stage=Stage.COMMIT,
-            rank=0,
-            key=COMMIT_KEY,
-            may_be_visible=True,
-        )
+        reason = "the storage has not answered the commit, which may yet take effect"
+        return _failure(f"{self._stop_reason}; {reason}", may_be_visible=True)
 
     async def _visible(self) -> _Visible:
-        left_s = self._deadline - anyio.current_time()
+        left_s = self.deadline - anyio.current_time()
         with anyio.move_on_after(max(_LATE_LOOK_S, min(left_s, _LOOK_S))):
             try:
-                commit = await self._errands.run(find_commit, self._storage)
+                commit = await self.context.errands.run(find_commit, self.storage)
             except Exception:
                 logger.debug("the commit object cannot be read", exc_info=True)
             else:
@@ -263,3 +247,13 @@ class CommitActor:
                 is_ours = commit.attempt == self._attempt
                 return _Visible.OURS if is_ours else _Visible.ANOTHER
         return _Visible.UNKNOWN
+
+
+def _failure(reason: str, *, may_be_visible: bool = False) -> Failure:
+    return Failure(
+        reason=reason,
+        stage=Stage.COMMIT,
+        rank=0,
+        key=COMMIT_KEY,
+        may_be_visible=may_be_visible,
+    )

@@ -10,6 +10,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass
 
 import anyio
 import anyio.lowlevel
@@ -32,6 +33,7 @@ _TRIAL_FRAMES = 4
 """Frames after which a chunk that does not shrink is stored uncompressed."""
 
 
+@dataclass(eq=False, repr=False)
 class CompressedStore:
     """Stores chunks.
 
@@ -40,22 +42,17 @@ class CompressedStore:
         max_bytes: Bytes of chunks compressed or sent at once; None: limited by the budget.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        *,
-        codec: Codec,
-        budget: Budget,
-        run_blocking: RunBlocking,
-        num_threads: int,
-        max_bytes: int | None = None,
-    ) -> None:
-        self._threads = anyio.CapacityLimiter(num_threads)
-        self._room = Budget(max_bytes or sys.maxsize, allocate=lambda _: memoryview(b""))
-        self._storage = storage
-        self._codec = codec
-        self._budget = budget
-        self._run_blocking = run_blocking
+    storage: Storage
+    _: KW_ONLY
+    codec: Codec
+    budget: Budget
+    run_blocking: RunBlocking
+    num_threads: int
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        self._threads = anyio.CapacityLimiter(self.num_threads)
+        self._room = Budget(self.max_bytes or sys.maxsize, allocate=lambda _: memoryview(b""))
 
     async def store(
         self,
@@ -78,10 +75,10 @@ class CompressedStore:
             with lease:
                 if packing.frames:
                     stored = [lease.view[: packing.size]]
-                    await self._storage.put(chunk_key(key, start), stored)
+                    await self.storage.put(chunk_key(key, start), stored)
                     checksum = packing.checksum
         if not packing.frames:
-            await self._storage.put(chunk_key(key, start), views)
+            await self.storage.put(chunk_key(key, start), views)
         row.note(Work.STORE, key, start, packing.size or nbytes)
         return StoredChunk(start, start + nbytes, checksum, tuple(packing.frames))
 
@@ -95,10 +92,10 @@ class CompressedStore:
     ) -> tuple[Lease, _Packing]:
         async with self._threads:
             row.note(Wait.THREAD)
-            lease = await self._budget.lease(sum(map(len, views)), Purpose.COMPRESSING)
+            lease = await self.budget.lease(sum(map(len, views)), Purpose.COMPRESSING)
             row.note(Wait.MEMORY)
             try:
-                packing = _Packing(views, itemsizes, self._codec, lease.view)
+                packing = _Packing(views, itemsizes, self.codec, lease.view)
 
                 def compress_turn() -> bool:
                     row.note(Wait.THREAD)
@@ -107,7 +104,7 @@ class CompressedStore:
                     row.note(Work.COMPRESS, key, start + done, packing.done - done)
                     return is_left
 
-                while await self._run_blocking(compress_turn):
+                while await self.run_blocking(compress_turn):
                     await anyio.lowlevel.checkpoint_if_cancelled()
             except BaseException:
                 lease.release()

@@ -40,7 +40,7 @@ class Fence:
     """Uncopied state of one rank. On the runtime's loop, except ``is_open`` and ``lazy``.
 
     Attributes:
-        is_open: Nobody has to wait any more.
+        is_open: No step has to wait any more.
         on_eager_staged: Called, perhaps repeatedly, when everything but the lazy part is copied.
     """
 
@@ -112,7 +112,7 @@ class Fence:
     async def next_chunk(self, copier: int) -> Chunk | None:
         """Returns the next chunk to copy, when it is due; None at the end.
 
-        While nobody waits, only copier 0 works: the trainer needs the CPU.
+        Until a caller waits, only copier 0 works: the trainer needs the CPU.
 
         Raises:
             StateChanged: The next leaves were changed before they were copied.

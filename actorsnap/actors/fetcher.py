@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import accumulate
@@ -14,9 +13,9 @@ import anyio
 import anyio.lowlevel
 
 from actorsnap.actors.budget import Budget, Purpose
-from actorsnap.actors.snapshot_reader import read_intact
+from actorsnap.actors.snapshot_reader import missing_is_damage, read_intact
 from actorsnap.actors.trace import NULL_RECORDER, Recorder, Row, Wait, Work
-from actorsnap.errors import ChecksumMismatch, ObjectNotFound, StorageError
+from actorsnap.errors import ChecksumMismatch, StorageError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES, block_checksums
 from actorsnap.format.compression import FRAME_BYTES, Unpacker, check_readable
 from actorsnap.format.manifest import BytesEntry, RankManifest, Stored, TensorEntry
@@ -71,6 +70,7 @@ class FetcherPool:
     Args:
         chunk_bytes, max_gap_bytes: See ``planning.restore.plan_reads``.
         budget: Lends memory for leaves that cannot be read in place.
+        on_read: Gets the number of bytes of each read that is done; on any thread.
     """
 
     storage: Storage
@@ -82,6 +82,7 @@ class FetcherPool:
     max_gap_bytes: int
     num_fetchers: int
     recorder: Recorder = NULL_RECORDER
+    on_read: Callable[[int], None] = lambda nbytes: None
 
     async def fetch(self, requests: Sequence[RangeRequest]) -> None:
         """Fills every sink.
@@ -101,8 +102,9 @@ class FetcherPool:
             nbytes = 0
             row.note(Wait.THREAD)
             for read in in_place_left:
-                with _missing_is_damage(read):
+                with missing_is_damage(read.key):
                     read_bytes.append(self._read_in_place(requests, read, row))
+                self.on_read(read.stop - read.start)
                 nbytes += read.stop - read.start
                 if has_ended or nbytes >= _TURN_BYTES:
                     return not has_ended
@@ -114,9 +116,10 @@ class FetcherPool:
                     pass
                 for read in others_left:
                     fetch = partial(self._fetch_one, requests, read, chunks.get(read.key), row)
-                    with _missing_is_damage(read):
+                    with missing_is_damage(read.key):
                         await read_intact(self.storage, fetch)
                     read_bytes.append(read.stop - read.start)
+                    self.on_read(read.stop - read.start)
 
         async def stop_threads_when_cancelled() -> None:
             nonlocal has_ended
@@ -280,14 +283,6 @@ class FetcherPool:
                 request.sink.view(part.start, part.stop)[:] = view
             else:
                 request.sink.copy_from(part.start, view)
-
-
-@contextmanager
-def _missing_is_damage(read: Read) -> Iterator[None]:
-    try:
-        yield
-    except ObjectNotFound as error:
-        raise ChecksumMismatch(key=error.key or read.key, detail="the object is missing") from error
 
 
 def _is_addressable(requests: Sequence[RangeRequest], read: Read) -> bool:

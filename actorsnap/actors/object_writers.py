@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import InitVar, dataclass
 
 import anyio
 
@@ -17,27 +18,24 @@ from actorsnap.storage.base import ObjectWriter, Storage, for_each
 _MAX_OPENING = 16
 
 
+@dataclass(eq=False, repr=False)
 class RankObjects:
     """A rank's objects and their checksums, numbered as its plans.
 
     With a codec, each chunk is a separate object: there is nothing to open.
     """
 
-    def __init__(
-        self,
-        plans: Sequence[ObjectPlan],
-        items: Sequence[Item],
-        storage: Storage,
-        assignment: Assignment,
-        recorder: Recorder,
-    ) -> None:
-        self.plans = plans
+    plans: Sequence[ObjectPlan]
+    items: InitVar[Sequence[Item]]
+    storage: Storage
+    assignment: Assignment
+    recorder: Recorder
+
+    def __post_init__(self, items: Sequence[Item]) -> None:
+        plans = self.plans
         self.ledgers = [ChecksumLedger(plan, [items[i] for i in plan.items]) for plan in plans]
-        self.storage = storage
-        self.assignment = assignment
-        self._attempt = assignment.attempt
-        self._is_compressed = assignment.rules.codec is not None
-        self._recorder = recorder
+        self._attempt = self.assignment.attempt
+        self._is_compressed = self.assignment.rules.codec is not None
         self._number_of = {plan.key: number for number, plan in enumerate(plans)}
         self._writers: dict[int, ObjectWriter] = {}
         self._opened = [anyio.Event() for _ in plans]
@@ -63,7 +61,7 @@ class RankObjects:
         plan = self.plans[number]
         name = plan.key.removeprefix(f"{self._attempt}/")
         older = [f"{attempt}/{name}" for attempt in self.assignment.resumed]
-        with self._recorder.row("objects") as row:
+        with self.recorder.row("objects") as row:
             self._writers[number] = await self.storage.writer(plan.key, plan.size, older=older)
             row.note(Work.OPEN, plan.key)
         self._opened[number].set()
@@ -97,7 +95,7 @@ class RankObjects:
         """Makes an object that this rank opened durable."""
         if self._is_compressed:
             return
-        with self._recorder.row("objects") as row:
+        with self.recorder.row("objects") as row:
             await self._writers[number].complete()
             row.note(Work.COMPLETE, self.plans[number].key)
         self._ended.add(number)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -117,6 +117,15 @@ async def is_complete(storage: Storage, run_blocking: RunBlocking, attempt: str)
     return all(manifest_key(attempt, rank) in keys for rank in range(world_size))
 
 
+@contextmanager
+def missing_is_damage(key: str, what: str = "object") -> Iterator[None]:
+    """Raises ``ChecksumMismatch`` for a missing object."""
+    try:
+        yield
+    except ObjectNotFound as error:
+        raise ChecksumMismatch(key=error.key or key, detail=f"the {what} is missing") from error
+
+
 async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
     """Returns the result of ``read``; over a network, retries once: a bit may flip in transit."""
     if not storage.capabilities.has_blocking_io:
@@ -127,6 +136,7 @@ async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
     return await read()
 
 
+@dataclass(eq=False, repr=False)
 class SnapshotReader:
     """Reads the index of a committed snapshot, which may be replaced in the meantime.
 
@@ -134,17 +144,10 @@ class SnapshotReader:
         read_head: Returns the first bytes of a file at the storage's own URL, or None.
     """
 
-    def __init__(
-        self,
-        storage: Storage,
-        run_blocking: RunBlocking,
-        attempt: str | None = None,
-        read_head: Callable[[], Awaitable[bytes | None]] | None = None,
-    ) -> None:
-        self.storage = storage
-        self._run_blocking = run_blocking
-        self._attempt = attempt
-        self._read_head = read_head
+    storage: Storage
+    run_blocking: RunBlocking
+    attempt: str | None = None
+    read_head: Callable[[], Awaitable[bytes | None]] | None = None
 
     async def commit(self) -> Commit:
         """Reads the commit object.
@@ -161,20 +164,23 @@ class SnapshotReader:
             raise
         if commit is None:
             raise await self._explain_absence()
-        self._attempt = commit.attempt
+        self.attempt = commit.attempt
         return commit
 
     async def explain(self, error: Exception) -> NotASnapshot | None:
         """Returns the error for a file in place of the folder; None for other errors."""
-        if isinstance(error, StorageError) and isinstance(error.__cause__, NotADirectoryError):
-            return await self._explain_file()
-        return None
+        is_file = (
+            error.subgroup(_is_of_a_file) is not None
+            if isinstance(error, ExceptionGroup)
+            else _is_of_a_file(error)
+        )
+        return await self._explain_file() if is_file else None
 
     async def check_replaced(self) -> None:
         """Raises ``SnapshotReplaced`` if an inconsistency is no damage: the commit has changed."""
         with suppress(FormatError):  # a damaged one proves nothing
             commit = await find_commit(self.storage)
-            if commit is None or commit.attempt != self._attempt:
+            if commit is None or commit.attempt != self.attempt:
                 raise SnapshotReplaced(url=self.storage.url, is_deleted=commit is None)
 
     async def manifest(self, record: ManifestRecord) -> RankManifest:
@@ -195,12 +201,10 @@ class SnapshotReader:
     ) -> T:
         async def read() -> T:
             data = await self.storage.get(key)
-            return await self._run_blocking(decode, data, *record, key)
+            return await self.run_blocking(decode, data, *record, key)
 
-        try:
+        with missing_is_damage(key, "rank manifest"):
             return await read_intact(self.storage, read)
-        except ObjectNotFound as error:
-            raise ChecksumMismatch(key=key, detail="the rank manifest is missing") from error
 
     async def _explain_absence(self) -> NotASnapshot:
         keys: list[str] = []
@@ -214,14 +218,18 @@ class SnapshotReader:
         complete = [
             name
             for name in attempts_in(keys)
-            if await is_complete(self.storage, self._run_blocking, name)
+            if await is_complete(self.storage, self.run_blocking, name)
         ]
         found, detail = recognize(keys, url=url, complete=complete)
         return NotASnapshot(key=url, detail=detail, found=found)
 
     async def _explain_file(self) -> NotASnapshot | None:
-        head = None if self._read_head is None else await self._read_head()
+        head = None if self.read_head is None else await self.read_head()
         if head is None:
             return None
         found, detail = recognize_file(head, self.storage.url)
         return NotASnapshot(key=self.storage.url, detail=detail, found=found)
+
+
+def _is_of_a_file(error: BaseException) -> bool:
+    return isinstance(error, StorageError) and isinstance(error.__cause__, NotADirectoryError)

@@ -6,6 +6,7 @@ A blocking save views contiguous CPU tensors in place; others are copied.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 import anyio
 
@@ -19,11 +20,12 @@ from actorsnap.state.sources import ByteSource, Leaf, PartSource, gather
 from actorsnap.storage.base import RunBlocking
 
 _MAX_COPIED_BYTES = 48 << 20
-"""Limit of copies in a blocking save, besides the budget. Nobody waits for them: more would only
-use memory.
+"""Limit of copies in a blocking save, apart from the budget. The trainer does not wait for a copy
+as such: more would only use memory.
 """
 
 
+@dataclass(eq=False, repr=False)
 class StagingActor:
     """Stages the chunks of one rank's plan; see ``Staging``.
 
@@ -35,30 +37,18 @@ class StagingActor:
             storing applies.
     """
 
-    _order: StagingOrder
-    _room: anyio.Semaphore
-
-    def __init__(
-        self,
-        leaves: Sequence[Leaf],
-        *,
-        copies: bool,
-        budget: Budget,
-        run_blocking: RunBlocking,
-        num_copiers: int,
-        board: ProgressBoard,
-        recorder: Recorder = NULL_RECORDER,
-        fence: Fence | None = None,
-    ) -> None:
-        self._leaves = leaves
-        self._sources: Sequence[Sequence[ByteSource]] = ()
-        self._copies = copies
-        self._budget = budget
-        self._run_blocking = run_blocking
-        self._num_copiers = num_copiers
-        self._board = board
-        self._recorder = recorder
-        self._fence = fence
+    leaves: Sequence[Leaf]
+    _: KW_ONLY
+    copies: bool
+    budget: Budget
+    run_blocking: RunBlocking
+    num_copiers: int
+    board: ProgressBoard
+    recorder: Recorder = NULL_RECORDER
+    fence: Fence | None = None
+    _order: StagingOrder = field(init=False)
+    _room: anyio.Semaphore = field(init=False)
+    _sources: Sequence[Sequence[ByteSource]] = field(default=(), init=False)
 
     def prepare(self, assignment: Assignment) -> None:
         """Does nothing."""
@@ -74,48 +64,48 @@ class StagingActor:
         largest = max([chunk.stop - chunk.start for chunk in order.chunks], default=1)
         self._room = anyio.Semaphore(max(2, _MAX_COPIED_BYTES // max(1, largest)))
         chunks = iter(order.chunks)
-        fence = self._fence
+        fence = self.fence
         try:
-            self._sources = [_sources_of(plan, self._leaves) for plan in order.objects]
+            self._sources = [_sources_of(plan, self.leaves) for plan in order.objects]
             if fence is not None:
                 fence.plan(order.objects, order.chunks)
             async with order.out, anyio.create_task_group() as tasks:
-                for copier in range(self._num_copiers):
+                for copier in range(self.num_copiers):
                     tasks.start_soon(self._stage_next, chunks, copier)
             if fence is not None:
                 fence.check()
         finally:
             # The trainer may free its memory now.
-            self._leaves = self._sources = ()
+            self.leaves = self._sources = ()
             if fence is not None:
                 fence.open()
         order.may_store.set()
 
     async def _next(self, chunks: Iterator[Chunk], copier: int) -> Chunk | None:
-        if self._fence is not None:
-            return await self._fence.next_chunk(copier)
+        if self.fence is not None:
+            return await self.fence.next_chunk(copier)
         return next(chunks, None)
 
     async def _stage_next(self, chunks: Iterator[Chunk], copier: int) -> None:
-        with self._recorder.row("staging") as row:
+        with self.recorder.row("staging") as row:
             while (chunk := await self._next(chunks, copier)) is not None:
                 staged = await self._stage(chunk, row)
                 try:
-                    if self._fence is not None:
-                        self._fence.finish(chunk)
+                    if self.fence is not None:
+                        self.fence.finish(chunk)
                     await self._order.out.send(staged)
                 except BaseException:
                     if staged.lease is not None:
                         staged.lease.release()
                     raise
-                self._board.add(staged=chunk.stop - chunk.start)
+                self.board.add(staged=chunk.stop - chunk.start)
                 self._note_sent(row)
 
     def _note_sent(self, row: Row) -> None:
         row.note(Wait.ROOM)
         out = self._order.out
-        self._recorder.sample("staged chunks", lambda: out.statistics().current_buffer_used)
-        self._recorder.sample("leased bytes", lambda: self._budget.statistics().leased_bytes)
+        self.recorder.sample("staged chunks", lambda: out.statistics().current_buffer_used)
+        self.recorder.sample("leased bytes", lambda: self.budget.leased_bytes)
 
     async def _stage(self, chunk: Chunk, row: Row) -> StagedChunk:
         plan = self._order.objects[chunk.object]
@@ -123,29 +113,29 @@ class StagingActor:
         pieces = list(plan.pieces(chunk))
         head = memoryview(plan.header)[chunk.start : min(chunk.stop, len(plan.header))]
         nbytes = chunk.stop - chunk.start - len(head)
-        can_be_read_in_place = not self._copies and all(
+        can_be_read_in_place = not self.copies and all(
             sources[piece.item].is_addressable for piece in pieces
         )
         if can_be_read_in_place or not pieces:
             return StagedChunk(chunk, head, pieces, sources, None)
-        if self._budget.would_wait(nbytes):
+        if self.budget.would_wait(nbytes):
             self._order.may_store.set()
         lease = await self._lease(nbytes)
         row.note(Wait.MEMORY)
         copy = row.around(gather, Work.STAGE, plan.key, chunk.start, chunk.stop - chunk.start)
         try:
-            await self._run_blocking(copy, sources, pieces, lease.view, lease.pin)
+            await self.run_blocking(copy, sources, pieces, lease.view, lease.pin)
         except BaseException:
             lease.release()
             raise
         return StagedChunk(chunk, head, pieces, (), lease)
 
     async def _lease(self, nbytes: int) -> Lease:
-        if self._copies:
-            return await self._budget.lease(nbytes)
+        if self.copies:
+            return await self.budget.lease(nbytes)
         await self._room.acquire()
         try:
-            lease = await self._budget.lease(nbytes)
+            lease = await self.budget.lease(nbytes)
         except BaseException:
             self._room.release()
             raise

@@ -7,7 +7,7 @@ keeps timings; an unobserved call uses ``NULL_RECORDER``. Must not know files; c
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import StrEnum
@@ -128,7 +128,7 @@ class Work(StrEnum):
 
 
 class Wait(StrEnum):
-    """Trace files know them by the first word."""
+    """Trace files and other processes know them by the first word; see ``is_wait``."""
 
     MEMORY = "wait for memory"
     THREAD = "wait for a thread"
@@ -141,10 +141,10 @@ class Wait(StrEnum):
 
 Kind: TypeAlias = Work | Wait
 
-_KINDS: dict[str, Kind] = {
-    **{str(work): work for work in Work},
-    **{str(wait): wait for wait in Wait},
-}
+
+def is_wait(kind: str) -> bool:
+    return kind.startswith("wait ")
+
 
 _MAX_SPANS = 20_000
 """Spans of a row: some megabytes of memory. Totals continue beyond it."""
@@ -156,7 +156,7 @@ _MIN_WAIT_NS = 20_000
 class Span(NamedTuple):
     """An activity on ``nbytes`` bytes of the object ``key`` from ``offset``."""
 
-    kind: Kind
+    kind: str
     begin_ns: int
     end_ns: int
     key: str
@@ -185,11 +185,13 @@ class Totals:
     end_ns: int = 0
 
 
-class RowRecord(msgspec.Struct, frozen=True, array_like=True):
+class RowRecord(msgspec.Struct, array_like=True):
+    """The recorded content of a row."""
+
     name: str
-    spans: Sequence[tuple[str, int, int, str, int, int]]
-    totals: dict[str, Totals]
-    num_dropped: int
+    spans: list[Span] = []
+    totals: dict[str, Totals] = {}
+    num_dropped: int = 0
 
 
 class Record(msgspec.Struct, frozen=True, array_like=True):
@@ -208,10 +210,7 @@ class Row:
     """
 
     def __init__(self, name: str, clock: Callable[[], int]) -> None:
-        self.name = name
-        self.spans: list[Span] = []
-        self.totals: dict[Kind, Totals] = {}
-        self.num_dropped = 0
+        self.record = RowRecord(name)
         self._clock = clock
         self._since_ns = clock()
 
@@ -223,19 +222,20 @@ class Row:
         """Records the time since the last span as ``kind``."""
         begin_ns, end_ns = self._since_ns, self._clock()
         self._since_ns = end_ns
-        totals = self.totals.get(kind)
+        record = self.record
+        totals = record.totals.get(kind)
         if totals is None:
-            totals = self.totals[kind] = Totals(begin_ns)
+            totals = record.totals[kind] = Totals(begin_ns)
         totals.count += 1
         totals.nbytes += nbytes
         totals.spent_ns += end_ns - begin_ns
         totals.end_ns = end_ns
         if isinstance(kind, Wait) and end_ns - begin_ns < _MIN_WAIT_NS:
             return
-        if len(self.spans) < _MAX_SPANS:
-            self.spans.append(Span(kind, begin_ns, end_ns, key, offset, nbytes))
+        if len(record.spans) < _MAX_SPANS:
+            record.spans.append(Span(kind, begin_ns, end_ns, key, offset, nbytes))
         else:
-            self.num_dropped += 1
+            record.num_dropped += 1
 
     def around(
         self, fn: Callable[P, T], kind: Kind, key: str, offset: int, nbytes: int
@@ -260,7 +260,7 @@ class Recorder:
 
     def __init__(self, clock: Callable[[], int]) -> None:
         self.begin_ns = clock()
-        self.rows: list[Row] = []
+        self.rows: list[RowRecord] = []
         self.marks: list[Mark] = []
         self.samples: list[Sample] = []
         self._clock = clock
@@ -271,7 +271,7 @@ class Recorder:
         number = self._num.get(actor, 0)
         self._num[actor] = number + 1
         row = Row(f"{actor} {number}", self._clock)
-        self.rows.append(row)
+        self.rows.append(row.record)
         return row
 
     @contextmanager
@@ -289,25 +289,10 @@ class Recorder:
             idle.insert(0, row)
 
     def record(self) -> Record:
-        rows = [
-            RowRecord(
-                row.name,
-                list(row.spans),
-                {str(kind): totals for kind, totals in tuple(row.totals.items())},
-                row.num_dropped,
-            )
-            for row in self.rows
-            if row.totals
-        ]
-        return Record(rows, list(self.marks), list(self.samples))
+        return Record([row for row in self.rows if row.totals], self.marks, self.samples)
 
     def adopt(self, record: Record) -> None:
-        for given in record.rows:
-            row = Row(given.name, self._clock)
-            row.spans = [Span(_KINDS[span[0]], *span[1:]) for span in given.spans]
-            row.totals = {_KINDS[kind]: totals for kind, totals in given.totals.items()}
-            row.num_dropped = given.num_dropped
-            self.rows.append(row)
+        self.rows += record.rows
         self.marks += record.marks
         self.samples += record.samples
 

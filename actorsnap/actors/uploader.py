@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import KW_ONLY, dataclass
 
 import anyio
 import anyio.lowlevel
@@ -31,6 +32,7 @@ _BATCH_VIEWS = 512
 """Views in one write call, of at most ``_BATCH_BYTES``."""
 
 
+@dataclass(eq=False, repr=False)
 class UploaderActor:
     """Stores chunks until the stream ends.
 
@@ -41,25 +43,14 @@ class UploaderActor:
         compressed: None for plain objects.
     """
 
-    def __init__(
-        self,
-        context: SaveContext,
-        objects: RankObjects,
-        *,
-        chunks: MemoryObjectReceiveStream[StagedChunk],
-        may_store: anyio.Event,
-        report: Callable[[int], None],
-        is_stopped: Callable[[], bool],
-        compressed: CompressedStore | None,
-    ) -> None:
-        self._context = context
-        self._objects = objects
-        self._chunks = chunks
-        self._may_store = may_store
-        self._run_blocking = context.errands.run_cpu
-        self._report = report
-        self._is_stopped = is_stopped
-        self._compressed = compressed
+    context: SaveContext
+    objects: RankObjects
+    _: KW_ONLY
+    chunks: MemoryObjectReceiveStream[StagedChunk]
+    may_store: anyio.Event
+    report: Callable[[int], None]
+    is_stopped: Callable[[], bool]
+    compressed: CompressedStore | None
 
     async def run(self) -> None:
         """Stores chunks.
@@ -68,35 +59,35 @@ class UploaderActor:
             StorageError: A write failed; the chunk's lease is released.
         Cancellation: As for a failure; a block that a worker thread writes ends first.
         """
-        async with self._chunks:
-            if self._context.copies:
-                await self._may_store.wait()
+        async with self.chunks:
+            if self.context.copies:
+                await self.may_store.wait()
                 await anyio.sleep(_HEAD_START_S)
-            recorder = self._context.recorder
+            recorder = self.context.recorder
             with recorder.row("uploader") as row:
-                async for staged in self._chunks:
+                async for staged in self.chunks:
                     row.note(Wait.CHUNK)
                     recorder.sample(
-                        "staged chunks", lambda: self._chunks.statistics().current_buffer_used
+                        "staged chunks", lambda: self.chunks.statistics().current_buffer_used
                     )
                     try:
                         await self._store(staged, row)
                     finally:
                         if staged.lease is not None:
                             staged.lease.release()
-                    self._report(staged.chunk.object)
+                    self.report(staged.chunk.object)
 
     async def _store(self, staged: StagedChunk, row: Row) -> None:
-        ledger = self._objects.ledgers[staged.chunk.object]
+        ledger = self.objects.ledgers[staged.chunk.object]
         writer = None
-        if self._compressed is None:
-            writer = await self._objects.writer_of(staged.chunk.object)
+        if self.compressed is None:
+            writer = await self.objects.writer_of(staged.chunk.object)
             row.note(Wait.OBJECT)
-        pace = self._context.pace
+        pace = self.context.pace
         working: AbstractAsyncContextManager[bool | None] = (
             nullcontext() if pace is None else pace.working()
         )
-        has_blocking_io = self._objects.storage.capabilities.has_blocking_io
+        has_blocking_io = self.objects.storage.capabilities.has_blocking_io
         async with working as has_rested:
             if has_rested:
                 row.note(Wait.PACE)
@@ -109,14 +100,14 @@ class UploaderActor:
     async def _write_blocking(
         self, staged: StagedChunk, ledger: ChecksumLedger, writer: ObjectWriter, row: Row
     ) -> list[int]:
-        checksums = await self._run_blocking(
-            _hash_and_write, writer, staged, ledger, self._is_stopped, row
+        checksums = await self.context.errands.run_cpu(
+            _hash_and_write, writer, staged, ledger, self.is_stopped, row
         )
         if checksums is None:
             await anyio.lowlevel.checkpoint_if_cancelled()
             raise RuntimeError(f"{ledger.key}: a chunk was abandoned without a cancellation")
         nbytes = staged.chunk.stop - staged.chunk.start
-        self._context.board.add(hashed=nbytes, stored=nbytes)
+        self.context.board.add(hashed=nbytes, stored=nbytes)
         return checksums
 
     async def _write(
@@ -124,21 +115,21 @@ class UploaderActor:
     ) -> list[int]:
         key, at, nbytes = ledger.key, staged.chunk.start, staged.chunk.stop - staged.chunk.start
         hashing = row.around(_hash, Work.HASH, key, at, nbytes)
-        views, checksums, whole = await self._run_blocking(hashing, staged, ledger)
-        self._context.board.add(hashed=nbytes)
+        views, checksums, whole = await self.context.errands.run_cpu(hashing, staged, ledger)
+        self.context.board.add(hashed=nbytes)
         views = [staged.head, *views]
         if writer is None:
-            assert self._compressed is not None
+            assert self.compressed is not None
             itemsizes = [1, *ledger.itemsizes(staged)]
-            stored = await self._compressed.store(key, at, views, itemsizes, whole, row)
+            stored = await self.compressed.store(key, at, views, itemsizes, whole, row)
             ledger.record_chunk(stored)
         else:
-            resumed = self._objects.assignment.resumed
+            resumed = self.objects.assignment.resumed
             is_reused = bool(resumed) and await writer.reuse(at, views, whole)
             if not is_reused:
                 await writer.write_at(at, views, whole)
             row.note(Work.REUSE if is_reused else Work.STORE, key, at, nbytes)
-        self._context.board.add(stored=nbytes)
+        self.context.board.add(stored=nbytes)
         return checksums
 
 

@@ -59,6 +59,11 @@ def attempts_in(keys: Iterable[str]) -> dict[str, int]:
     return dict(sorted(attempts.items()))
 
 
+def is_of_snapshot(key: str) -> bool:
+    """Returns whether a snapshot's writer can have stored this key below its folder."""
+    return key in COMMIT_KEYS or Attempt.parse(key.partition("/")[0]) is not None
+
+
 def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) -> tuple[str, str]:
     """Returns ``NotASnapshot.found``, and a sentence with the user's next step.
 
@@ -123,7 +128,7 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
         return "foreign", "this is a safetensors file: safetensors.torch.load_file reads it"
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "foreign", "this is a pickle file: pickle.load reads it, if you trust it"
-    return "unknown", "this is a file; a snapshot is a folder: check the path"
+    return "unknown", "this is a file; a snapshot is a folder, and so is a run: check the path"
 
 
 def _snapshot_around(path: str) -> str:

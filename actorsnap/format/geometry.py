@@ -5,8 +5,8 @@ A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import product
+from collections.abc import Iterable, Sequence
+from itertools import combinations, product
 from math import prod
 from typing import TypeAlias
 
@@ -108,7 +108,7 @@ def covers_exactly(whole: Box, parts: Sequence[Box]) -> bool:
                 pending.extend(g for g in groups if len(g) > 1)
                 break
         else:
-            if _any_overlap(group):
+            if any(a.intersect(b) is not None for a, b in combinations(group, 2)):
                 return False
     return True
 
@@ -126,25 +126,19 @@ def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
     return groups
 
 
-def _any_overlap(boxes: Sequence[Box]) -> bool:
-    """Whether any two of the non-empty boxes overlap. Sweeps the dim with the most starts."""
-    # There are dims: two boxes without any have more volume than any whole.
-    dim = max(range(boxes[0].ndim), key=lambda d: len({box.offsets[d] for box in boxes}))
-    active: list[Box] = []
-    for box in sorted(boxes, key=lambda b: b.offsets[dim]):
-        start = box.offsets[dim]
-        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > start]
-        if any(box.intersect(other) is not None for other in active):
-            return True
-        active.append(box)
-    return False
-
-
-def _strides(shape: Sequence[int]) -> list[int]:
+def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """In elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]
-    return strides
+    return tuple(strides)
+
+
+def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
+    if 0 in shape:
+        return 0
+    last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
+    return (last + 1) * itemsize
 
 
 def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
@@ -160,7 +154,7 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         return []
     if not shape:
         return [Box((), ())]
-    strides = _strides(shape)
+    strides = c_strides(shape)
     ndim = len(shape)
     boxes: list[Box] = []
     position = start
@@ -181,33 +175,6 @@ def flat_range_boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
         )
         position += count * strides[dim]
     return boxes
-
-
-def contiguous_runs(shape: Sequence[int], box: Box) -> Iterator[tuple[int, int]]:
-    """Yields the flat ranges ``(start, count)`` of ``box`` in a C-order array of ``shape``.
-
-    Ascending and fully merged.
-    """
-    if not Box.whole(shape).contains(box):
-        raise ValueError(f"{box} is not within shape {tuple(shape)}")
-    if box.is_empty:
-        return iter(())
-    strides = _strides(shape)
-    # Dims inside `dim` are full: one run spans them and all indices of `dim`.
-    dim = len(shape) - 1
-    while dim > 0 and box.sizes[dim] == shape[dim]:
-        dim -= 1
-    if dim < 0:
-        return iter([(0, 1)])
-    count = box.sizes[dim] * strides[dim]
-    first = box.offsets[dim] * strides[dim]
-    rows = [
-        range(offset * stride, (offset + size) * stride, stride)
-        for offset, size, stride in zip(
-            box.offsets[:dim], box.sizes[:dim], strides[:dim], strict=True
-        )
-    ]
-    return ((first + sum(row), count) for row in product(*rows))
 
 
 # The boxes of a distributed tensor that one rank of a mesh holds, as ``torch.chunk``
@@ -278,20 +245,8 @@ def _runs(size: int, cuts: Iterable[Placement]) -> list[Run]:
     return runs
 
 
-def _all_runs(shape: Sequence[int], cuts: Sequence[Placement]) -> list[list[Run]]:
-    for cut in cuts:
-        if not 0 <= cut.dim < len(shape) or not 0 <= cut.index < cut.parts or cut.groups < 1:
-            raise ValueError(f"{cut} does not cut a tensor of shape {tuple(shape)}")
-    return [_runs(size, [cut for cut in cuts if cut.dim == dim]) for dim, size in enumerate(shape)]
-
-
-def local_shape(shape: Sequence[int], cuts: Sequence[Placement]) -> tuple[int, ...]:
-    """Returns the shape of a rank's local tensor after these cuts, in order."""
-    return tuple([sum([stop - start for start, stop in runs]) for runs in _all_runs(shape, cuts)])
-
-
-def place(shape: Sequence[int], cuts: Sequence[Placement]) -> list[Placed]:
-    """Returns the boxes that a rank holds, in the C order of its local tensor.
+def place(shape: Sequence[int], cuts: Sequence[Placement]) -> tuple[list[Placed], tuple[int, ...]]:
+    """Returns the boxes that a rank holds, in the C order of its local tensor, and its shape.
 
     Several if a dim is cut in groups. Every rank holds the whole (empty) box of a tensor without
     elements, so that a manifest names it.
@@ -299,21 +254,24 @@ def place(shape: Sequence[int], cuts: Sequence[Placement]) -> list[Placed]:
     Raises:
         ValueError: A cut does not fit the shape.
     """
-    all_runs = _all_runs(shape, cuts)
-    if 0 in shape:
-        whole = Box.whole(shape)
-        return [Placed(whole, whole)]
+    for cut in cuts:
+        if not 0 <= cut.dim < len(shape) or not 0 <= cut.index < cut.parts or cut.groups < 1:
+            raise ValueError(f"{cut} does not cut a tensor of shape {tuple(shape)}")
     dims: list[list[tuple[int, int, int]]] = []  # offset, offset in the local tensor, size
-    for runs in all_runs:
+    local_shape: list[int] = []
+    for dim, size in enumerate(shape):
         at = 0
-        dim = []
-        for start, stop in runs:
-            dim.append((start, at, stop - start))
+        dims.append([])
+        for start, stop in _runs(size, [cut for cut in cuts if cut.dim == dim]):
+            dims[-1].append((start, at, stop - start))
             at += stop - start
-        dims.append(dim)
+        local_shape.append(at)
     found = []
     for parts in product(*dims):
         sizes = tuple([part[2] for part in parts])
         box = Box(tuple([part[0] for part in parts]), sizes)
         found.append(Placed(box, Box(tuple([part[1] for part in parts]), sizes)))
-    return found
+    if 0 in shape:
+        whole = Box.whole(shape)
+        found = [Placed(whole, whole)]
+    return found, tuple(local_shape)

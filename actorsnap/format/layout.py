@@ -239,20 +239,14 @@ _HEADER_PREFIX = b'{"__metadata__":{"format":"pt"}'
 
 _LENGTH_BYTES = 8
 _SLOT_COST = 128
-"""Upper bound of a header member's fixed text, two offsets and an eighth of the prefix, in bytes.
-"""
+"""Upper bound of a header member's fixed text, two offsets and an eighth of the prefix."""
 
 _encoder = msgspec.json.Encoder()
 
 
-def header_cost(slot: Slot) -> int:
-    """Returns an upper bound of the bytes of ``slot`` in a header."""
-    name = slot.name
-    if name.isascii() and name.isprintable():
-        cost = len(name) + name.count('"') + name.count("\\")
-    else:
-        cost = 6 * len(name)  # the longest JSON encoding of one character
-    return _SLOT_COST + cost + 20 * len(slot.shape)
+def header_cost(name: str, ndim: int) -> int:
+    """Returns an upper bound of a leaf's bytes in a header, also of a shard of ``name``."""
+    return _SLOT_COST + len(_encoder.encode(name)) + 42 * ndim  # 21 per size or offset
 
 
 def lay_out(slots: Sequence[Slot]) -> ObjectLayout:

@@ -28,6 +28,7 @@ from actorsnap.format.checksum import (
     is_block_count,
 )
 from actorsnap.format.compression import is_frame_count
+from actorsnap.format.geometry import extent_bytes
 from actorsnap.format.layout import (
     DATA_ALIGNMENT,
     MAX_BYTES,
@@ -398,10 +399,10 @@ def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -
     except _DECODE_ERRORS:
         head = _Head()
     is_ours = head.format == FORMAT_NAME
-    has_checksum = data.startswith(_CRC_PREFIX)
-    if is_ours and not has_checksum:
-        _check_version(head.version, key)  # a newer one may have moved the checksum
-    if not has_checksum or not _is_intact(data):
+    body = unseal(data)
+    if body is None:
+        if is_ours and not data.startswith(_CRC_PREFIX):
+            _check_version(head.version, key)  # a newer one may have moved the checksum
         raise ChecksumMismatch(
             key=key,
             detail="the commit object is damaged: its checksum does not fit",
@@ -411,7 +412,7 @@ def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -
     _check_version(head.version, key)
     _check_features(head, key)
     try:
-        commit = _commit_decoder.decode(b"{" + data[_CRC_END:])
+        commit = _commit_decoder.decode(body)
     except _DECODE_ERRORS as error:
         raise FormatError(key=key, detail=str(error)) from error
     _check_commit(commit, key)
@@ -420,17 +421,11 @@ def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -
 
 def unseal(data: bytes) -> bytes | None:
     """Returns a sealed JSON object without its checksum; None if it is damaged or not sealed."""
-    if not data.startswith(_CRC_PREFIX) or not _is_intact(data):
+    if not data.startswith(_CRC_PREFIX) or data[_CRC_AT.stop : _CRC_END] != b'",':
         return None
-    return b"{" + data[_CRC_END:]
-
-
-def _is_intact(data: bytes) -> bool:
-    if data[_CRC_AT.stop : _CRC_END] != b'",':
-        return False
     crc = crc32c(memoryview(data)[_CRC_END - 2 :], crc32c(_CRC_PREFIX + b"00000000"))
     # Bytes, not numbers: a flipped bit may turn a hex digit into upper case.
-    return data[_CRC_AT] == b"%08x" % crc
+    return b"{" + data[_CRC_END:] if data[_CRC_AT] == b"%08x" % crc else None
 
 
 def _check_version(version: object, key: str) -> None:
@@ -537,7 +532,7 @@ def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, Mani
         FormatError: It violates version 1.
     """
     has_checksum = data.startswith(_CRC_PREFIX)
-    if has_checksum and not _is_intact(data):
+    if has_checksum and unseal(data) is None:
         raise ChecksumMismatch(key=key, detail="its own checksum does not fit")
     record = ManifestRecord(key=key, size=len(data), crc32c=crc32c(data))
     manifest = decode_rank_manifest(data, record, key)
@@ -546,17 +541,10 @@ def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, Mani
     return manifest, record
 
 
-class _Extent(msgspec.Struct):
-    save: SaveRecord | msgspec.UnsetType = msgspec.UNSET
-
-
-_extent_decoder = msgspec.json.Decoder(_Extent)
-
-
-def world_size_of(data: bytes | bytearray | memoryview) -> int:
+def world_size_of(data: bytes) -> int:
     """Returns the world size that a rank manifest records; 1 if it is older or unreadable."""
     try:
-        save = _extent_decoder.decode(data).save
+        save = _manifest_decoder.decode(unseal(data) or data).save
     except _DECODE_ERRORS:
         return 1
     return 1 if isinstance(save, msgspec.UnsetType) else save.world_size
@@ -763,10 +751,7 @@ def _check_views(views: Sequence[ViewEntry], bases: Mapping[str, TensorEntry], k
             _fail(key, f"{view.path!r}: invalid strides {view.strides} for shape {shape}")
         # An unknown dtype has at least one byte.
         itemsize = dtype_itemsize(view.dtype) or 1
-        end = view.offset
-        if 0 not in shape:
-            last = sum([(n - 1) * step for n, step in zip(shape, view.strides, strict=True)])
-            end += (last + 1) * itemsize
+        end = view.offset + extent_bytes(shape, view.strides, itemsize)
         base_bytes = base.data.stop - base.data.start
         if end > base_bytes:
             _fail(key, f"{view.path!r} ends at {end} of the {base_bytes} bytes of {view.of!r}")

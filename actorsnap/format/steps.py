@@ -3,10 +3,16 @@
     <root>/step-0000000500.g8/           a snapshot: step 500, saved by generation 8
     <root>/.manager/runs/00000008.json   ``RunRecord``: who generation 8 is
     <root>/.manager/deleting/step-0000000500.g8.json   ``DeleteIntent``: the snapshot is to go
+    <root>/.manager/marks/step-0000000500.g8/pin-00000000-<nonce>.json       ``PinMark``
+    <root>/.manager/marks/step-0000000500.g8/metrics-00000001-<nonce>.json   ``MetricsMark``
 
 A *generation* is a number per manager that began to write at the root. It is a part of each name,
 so a name is never used again for other content: a run that goes back to step 300 and saves step 500
 again does so under another name. Generations order runs without clocks.
+
+A *mark* is a fact about a snapshot that came after it. Each is an object of its own, which is never
+changed, so marks of several writers need no lock: readers merge them. A mark's number is the number
+of marks that its writer saw, so a later one has the greater number, without clocks.
 
 Records are sealed as commit objects are. Unknown fields are skipped, so a record may get fields
 that older releases do not know.
@@ -16,6 +22,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Annotated, TypeVar
 
 import msgspec
@@ -30,13 +37,16 @@ MAX_STEP = MAX_BYTES
 MANAGER_FOLDER = ".manager"
 
 _RUNS, _DELETING, _JSON = f"{MANAGER_FOLDER}/runs/", f"{MANAGER_FOLDER}/deleting/", ".json"
+_MARKS = f"{MANAGER_FOLDER}/marks/"
 
 _STEP_NAME = re.compile(r"step-([0-9]{10,19})\.g([0-9]{1,19})")
 _RUN = re.compile(r"[0-9]{8,19}")
+_RUN_REST = re.compile(r"\.([0-9]{8,19})\.json\.[0-9a-f]+\.tmp")
+_MARK = re.compile(r"(pin|metrics)-([0-9]{8,19})-([0-9a-f]{16})")
 
 _Generation = Annotated[int, msgspec.Meta(ge=1, le=MAX_STEP)]
 
-T = TypeVar("T", bound="RunRecord | DeleteIntent")
+T = TypeVar("T", bound="RunRecord | DeleteIntent | PinMark | MetricsMark")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +87,63 @@ def intent_key(name: StepName) -> str:
     return f"{_DELETING}{name}{_JSON}"
 
 
-def is_intent_rest(key: str) -> bool:
-    """Returns whether ``key`` is a temporary of an intent that a killed process did not store."""
-    return key.startswith(_DELETING) and parse_intent_key(key) is None
-
-
 def parse_intent_key(key: str) -> StepName | None:
     """Returns the snapshot's name; None if ``key`` is not an intent's."""
     name = StepName.parse(key.removeprefix(_DELETING).removesuffix(_JSON))
     return name if name and intent_key(name) == key else None
+
+
+def is_rest(key: str, newest_generation: int) -> bool:
+    """Returns whether ``key`` is a temporary that a killed process did not store.
+
+    Of an intent; or of the record of a generation that is no longer the newest and cannot be taken.
+    Marks and their temporaries go with the snapshot.
+    """
+    if key.startswith(_DELETING):
+        return parse_intent_key(key) is None
+    match = _RUN_REST.fullmatch(key.removeprefix(_RUNS)) if key.startswith(_RUNS) else None
+    return match is not None and int(match[1]) < newest_generation
+
+
+class MarkKind(StrEnum):
+    PIN = "pin"
+    METRICS = "metrics"
+
+
+@dataclass(frozen=True, slots=True)
+class MarkName:
+    """The name of a mark. ``nonce``: 16 hex digits."""
+
+    of: StepName
+    kind: MarkKind
+    number: int
+    nonce: str
+
+    @property
+    def key(self) -> str:
+        return f"{marks_prefix(self.of)}{self.kind}-{self.number:08d}-{self.nonce}{_JSON}"
+
+    @classmethod
+    def parse(cls, key: str) -> MarkName | None:
+        """Returns None if ``key`` is not a mark's."""
+        folder, _, last = key.removeprefix(_MARKS).partition("/")
+        of, match = StepName.parse(folder), _MARK.fullmatch(last.removesuffix(_JSON))
+        if of is None or match is None:
+            return None
+        parsed = cls(of, MarkKind(match[1]), int(match[2]), match[3])
+        return parsed if parsed.key == key else None
+
+
+def marks_prefix(name: StepName) -> str:
+    """Returns the prefix of the keys of a snapshot's marks."""
+    return f"{_MARKS}{name}/"
+
+
+def marked(key: str) -> StepName | None:
+    """Returns the snapshot of a key below ``marks/``, also of a temporary or a stranger's."""
+    if not key.startswith(_MARKS):
+        return None
+    return StepName.parse(key.removeprefix(_MARKS).partition("/")[0])
 
 
 class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -94,6 +152,7 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         created_s: In seconds since 1970, by its own clock: for people, not for order.
         restored_from: Name of the snapshot that it continued; None for a fresh start.
+        tier_of: URL of the root, in the copy of the record at a tier: for people.
     """
 
     generation: _Generation
@@ -102,13 +161,15 @@ class RunRecord(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     pid: int
     world_size: Annotated[int, msgspec.Meta(ge=1)]
     restored_from: str | None = None
+    tier_of: str | None = None
 
 
 class DeleteIntent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The decision to delete a snapshot, stored before its first object goes.
 
     Attributes:
-        attempt: The attempt that was judged; another one at the same name stays.
+        attempt: The attempt that was judged; another one at the same name stays. Empty if the
+            commit object could not be read.
         generation: Of the manager that decided.
         reason: For people.
     """
@@ -118,10 +179,32 @@ class DeleteIntent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     reason: str
 
 
+class PinMark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A snapshot must not be deleted.
+
+    Attributes:
+        holder: Who pinned it: a user and a host, for people.
+        created_s: In seconds since 1970, by the holder's clock.
+        for_s: Seconds after which the pin expires; None: never.
+    """
+
+    reason: str
+    holder: str
+    created_s: float
+    for_s: float | None = None
+
+
+class MetricsMark(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Metrics that were known only after the save. NaN and infinities as text, as in commits."""
+
+    metrics: dict[str, float | str]
+    created_s: float
+
+
 _encoder = msgspec.json.Encoder(order="deterministic")
 
 
-def encode_record(record: RunRecord | DeleteIntent) -> bytes:
+def encode_record(record: RunRecord | DeleteIntent | PinMark | MetricsMark) -> bytes:
     return seal(_encoder.encode(record))
 
 

@@ -6,14 +6,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
+from actorsnap.errors import UsageError, name_methods
 from actorsnap.format.steps import StepName
-from actorsnap.manager.body import (
-    ManagerBody,
+from actorsnap.manager import looking
+from actorsnap.manager.body import ManagerBody
+from actorsnap.manager.events import EventKind, EventReader, ManagerEvent
+from actorsnap.manager.looking import Until
+from actorsnap.manager.results import (
     ManagerSettings,
     Metrics,
     PruneReport,
@@ -24,15 +28,21 @@ from actorsnap.manager.body import (
 from actorsnap.options import Options
 from actorsnap.planning.cadence import SavePolicy, every
 from actorsnap.planning.keeping import KeepPolicy, StoredStep, Verdict, keep
+from actorsnap.planning.marks import Pin
 from actorsnap.runtime.location import AppState
-from actorsnap.runtime.script import async_call, run_async
+from actorsnap.runtime.notices import Notice, Watcher, notices
+from actorsnap.runtime.script import async_call, follow_async, run_async
 from actorsnap.snapshot import PendingSnapshot, Snapshot
 
 __all__ = [
     "CheckpointManager",
     "Decision",
+    "EventKind",
     "KeepPolicy",
+    "ManagerEvent",
     "ManagerHandle",
+    "Notice",
+    "Pin",
     "PruneReport",
     "Restored",
     "SavePolicy",
@@ -41,8 +51,10 @@ __all__ = [
     "StepName",
     "StoredStep",
     "Verdict",
+    "Watcher",
     "every",
     "keep",
+    "notices",
 ]
 
 _DEFAULT_KEEP = keep.last(3)
@@ -77,6 +89,7 @@ class ManagerHandle:
         keep: KeepPolicy = _DEFAULT_KEEP,
         min_valid: int = 2,
         max_pending: int = 1,
+        tiers: Sequence[str | os.PathLike[str]] = (),
         replicated: Sequence[str] = (),
         stage: Literal["eager", "lazy"] = "eager",
         metadata: Mapping[str, Any] | None = None,
@@ -84,8 +97,11 @@ class ManagerHandle:
         options: Options | None = None,
         group: Any = None,
         store: Any = None,
+        progress: bool = False,
+        notices: Sequence[Watcher] | None = None,
+        watch_requests_s: float | None = None,
     ) -> None:
-        self._body = ManagerBody(
+        self._own_body = ManagerBody(
             ManagerSettings(
                 root=root,
                 app_state=app_state,
@@ -93,6 +109,7 @@ class ManagerHandle:
                 keep=keep,
                 min_valid=min_valid,
                 max_pending=max_pending,
+                tiers=tiers,
                 replicated=replicated,
                 stage=stage,
                 metadata=metadata,
@@ -100,8 +117,18 @@ class ManagerHandle:
                 options=options,
                 group=group,
                 store=store,
+                progress=progress,
+                notices=notices,
+                watch_requests_s=watch_requests_s,
             )
         )
+
+    @property
+    def _body(self) -> ManagerBody:
+        """Raises UsageError in a fork, for all calls but ``close``."""
+        body = self._own_body
+        body.check_process()
+        return body
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path!r})"
@@ -109,16 +136,37 @@ class ManagerHandle:
     @property
     def path(self) -> str:
         """The root, without secrets."""
-        return self._body.root.url
+        return self._own_body.root.url
 
     @property
     def should_stop(self) -> bool:
-        """Whether the loop should end. False: notices are not watched yet."""
-        return False
+        """Whether the loop should end: a notice came. Changes in ``maybe_save`` only.
+
+        It becomes true on all ranks in the same call, which has saved the step if there was time.
+        """
+        return self._body.asking.calls.should_stop
+
+    def request(self, reason: str = "request()") -> None:
+        """Asks for a save soon, on all ranks; they agree on one of their next calls.
+
+        On any rank, from any thread or signal handler. Without other ranks the next ``maybe_save``
+        saves. Several requests before that are one save.
+
+        Args:
+            reason: Stored with the snapshot: one line, at most 1,000 characters.
+
+        Raises:
+            UsageError: Another reason, a closed manager, or a forked process. Nothing was asked
+                for.
+        """
+        self._body.request(reason)
 
     def status(self) -> Status:
         """Returns what this rank knows. No I/O."""
         return self._body.status()
+
+
+name_methods(ManagerHandle, "CheckpointManager")
 
 
 class CheckpointManager(ManagerHandle):
@@ -141,14 +189,33 @@ class CheckpointManager(ManagerHandle):
             everything that no manager wrote stay anyway.
         min_valid: Number of verified snapshots that always stay.
         max_pending: Saves in flight. A due save waits for the oldest of them first.
-        replicated, stage, storage_options, options, group, store: See ``Snapshot.async_take``.
+        tiers: A faster place for new snapshots, such as ``["/nvme/run-7"]``, for this run only.
+            Saves go there, and are copied to the root in the background; restores read what is
+            there. All ranks must see it: one machine, or a shared file system.
+        replicated, stage, storage_options, options, group, store, progress: See
+            ``Snapshot.async_take``.
         metadata: Stored with each snapshot.
+        notices: Watchers for warnings that the job ends soon. ``maybe_save`` then saves, if
+            ``save`` has ``every.notice()`` and there is time, and ``should_stop`` becomes true.
+            Ranks may have different ones; a rank without any passes ``[]``. They start with the
+            ``async with`` block, or else with the first restore or ``maybe_save``.
+        watch_requests_s: Interval of rank 0's looks for requests of ``actorsnap save-now``; None:
+            it never looks.
 
     Raises:
         UsageError: A bad argument.
     """
 
+    def __enter__(self) -> NoReturn:
+        raise UsageError(
+            "write async with CheckpointManager(...), or take that of actorsnap.manager.sync"
+        )
+
+    def __exit__(self, *error: object) -> None:
+        """Python looks for it before ``__enter__`` is called."""
+
     async def __aenter__(self) -> Self:
+        self._body.asking.watch()
         return self
 
     async def __aexit__(
@@ -157,7 +224,7 @@ class CheckpointManager(ManagerHandle):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await run_async(self._body.close(has_failed=error is not None))
+        await run_async(self._own_body.close(has_failed=error is not None))
 
     @async_call
     async def maybe_save(
@@ -185,20 +252,15 @@ class CheckpointManager(ManagerHandle):
             SnapshotAborted: This save failed, or the one before, which is awaited first.
         Cancellation: As of ``Snapshot.async_take``.
         """
-        reason = self._body.due(step)
-        if not reason:
+        due = self._body.due(step, metrics)
+        if due is None:
             return Decision(step)
-        save = await run_async(
-            self._body.save(
-                step,
-                reason=reason,
-                is_async=True,
-                metrics=metrics,
-                app_state=app_state,
-                metadata=metadata,
-            )
+        reason, save = await run_async(
+            self._body.maybe_save(
+                step, due, metrics=metrics, app_state=app_state, metadata=metadata
+            ),
         )
-        return Decision(step, reason, PendingSnapshot(save))
+        return Decision(step, reason, None if save is None else PendingSnapshot(save))
 
     @async_call
     async def save(
@@ -213,7 +275,7 @@ class CheckpointManager(ManagerHandle):
 
         Raises:
             UsageError, RootTaken, SnapshotAborted: See ``maybe_save``.
-            NoValidSnapshot: The committed snapshot is damaged.
+            FormatError: It was committed, but is damaged. Only on rank 0, which verifies.
         Cancellation: As of ``Snapshot.take``.
         """
         save = await run_async(
@@ -254,6 +316,14 @@ class CheckpointManager(ManagerHandle):
             )
         )
         return PendingSnapshot(save)
+
+    def events(self) -> AsyncGenerator[ManagerEvent, None]:
+        """Yields what the manager does on this rank, from its first call until ``close``.
+
+        The latest 1,000 events are kept. An iterator that is too slow misses older ones:
+        ``num_missed`` of the next event is their number.
+        """
+        return follow_async(EventReader(self._body.events))
 
     @async_call
     async def restore_latest(
@@ -358,6 +428,9 @@ class CheckpointManager(ManagerHandle):
     async def explain(self, keep: KeepPolicy | None = None) -> list[Verdict]:
         """Returns why each step of the run stays or goes. Deletes nothing.
 
+        Reasons that protect a step from any policy are among them: newest, verified, pinned (by
+        whom and why), restored from.
+
         Args:
             keep: Another policy than the manager's.
 
@@ -371,23 +444,77 @@ class CheckpointManager(ManagerHandle):
         """Deletes what the policy gives up, now. On rank 0, after its first save.
 
         Raises:
+            UsageError: It deletes, and this is not rank 0.
             StorageError: Listing or reading failed. Failed deletions are in the report.
         Cancellation: Some are deleted; the next pass finishes.
         """
         return await run_async(self._body.prune(keep, dry_run=dry_run))
 
     @async_call
-    async def delete(self, step: int, *, force: bool = False) -> None:
-        """Deletes one step. On one rank.
+    async def delete(self, step: int | StepName, *, force: bool = False) -> None:
+        """Deletes one snapshot, as a pass does. On rank 0.
 
         Args:
-            force: Also the only snapshot of the root.
+            step: A step of the run; or, if it has no such step, an abandoned or damaged one. Or a
+                name from ``steps(all=True)``.
+            force: Also a pinned snapshot, and the only valid one of the run.
 
         Raises:
-            UsageError: There is no such step, or it is the only one.
-            StorageError: Deleting failed; what remains is no snapshot.
+            UsageError: There is no such snapshot, it is pinned or the only valid one, or this is
+                not rank 0.
+            RootTaken: A later manager has begun a run at the root. Nothing was deleted.
+            StorageError: Deleting failed; the next pass finishes what began.
+        Cancellation: What began is finished by the next pass.
         """
         await run_async(self._body.delete(step, force=force))
+
+    @async_call
+    async def pin(self, step: int | StepName, reason: str, until: Until = None) -> Pin:
+        """Protects a snapshot from every policy and from ``delete``. On one rank, in any process.
+
+        A snapshot may have several pins; each counts. An evaluation job pins what it reads.
+
+        Args:
+            step: See ``delete``.
+            reason: For people, and for ``unpin``: one line, at most 1,000 characters.
+            until: A time, or the time from now, after which the pin no longer counts.
+
+        Raises:
+            UsageError: There is no such snapshot, it was deleted at the same time, or the reason
+                is bad.
+            StorageError: Storing failed, or a deletion began before and does not end.
+        Cancellation: The pin may be stored.
+        """
+        return await run_async(looking.pin(self._body.places, step, reason, until))
+
+    @async_call
+    async def unpin(self, step: int | StepName | Pin, reason: str | None = None) -> None:
+        """Removes a pin; or the pins of a step, of which there must be one reason.
+
+        Args:
+            step: What ``pin`` returned, or a step.
+            reason: Remove the pins for this reason.
+
+        Raises:
+            UsageError: There is no such pin, or there are pins for several reasons.
+            StorageError: Listing or deleting failed.
+        """
+        await run_async(looking.unpin(self._body.places, step, reason))
+
+    @async_call
+    async def record(self, step: int | StepName, metrics: Mapping[str, Any]) -> None:
+        """Adds metrics to a snapshot after its save. On one rank, in any process.
+
+        A value replaces an earlier one of the same name. Policies use it from the next pass on.
+
+        Args:
+            step: See ``delete``; also of a save in flight.
+
+        Raises:
+            UsageError: There is no such snapshot, or a value is no number.
+            StorageError: Storing failed.
+        """
+        await run_async(self._body.record(step, metrics))
 
     @async_call
     async def wait(self) -> None:
@@ -395,19 +522,21 @@ class CheckpointManager(ManagerHandle):
 
         Raises:
             SnapshotAborted, RootTaken: A save failed.
-            NoValidSnapshot: A committed snapshot is damaged.
+            FormatError: A committed snapshot is damaged. Only on rank 0, which verifies.
         Cancellation: The saves continue.
         """
         await run_async(self._body.wait())
 
     @async_call
     async def close(self, timeout_s: float = 60.0) -> None:
-        """Saves the last step if the policy says so (``every.last``) and waits for pending saves.
+        """Saves the last step if the policy (``every.last``) or a request says so, and waits for
+        pending saves.
 
         Args:
             timeout_s: Bound of the wait for deletions; the next manager finishes them.
 
         Raises:
-            SnapshotAborted, RootTaken, NoValidSnapshot: See ``wait``.
+            UsageError: Another timeout. Nothing was closed.
+            SnapshotAborted, RootTaken, FormatError: See ``wait``.
         """
-        await run_async(self._body.close(timeout_s=timeout_s))
+        await run_async(self._own_body.close(timeout_s=timeout_s))

@@ -7,169 +7,86 @@ on the runtime's loop, after the commit. Ranks learn names from it in a call of 
 
 from __future__ import annotations
 
+import atexit
 import collections
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import msgspec
-
+from actorsnap.actors.abandonable import first_error
 from actorsnap.errors import (
     ActorSnapError,
-    FormatError,
     RootTaken,
+    StorageError,
     UsageError,
     describe,
 )
-from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import StepName
 from actorsnap.log import Log
-from actorsnap.manager.keeper import Keeper, Search, current_timeline, why_damaged
-from actorsnap.options import Options
-from actorsnap.planning.cadence import SavePolicy
+from actorsnap.manager import looking
+from actorsnap.manager.asking import Asking, AskSettings
+from actorsnap.manager.events import EventBoard, EventKind
+from actorsnap.manager.inbox import take_requests
+from actorsnap.manager.keeper import Keeper, Search, StepSearch, current_timeline, find_damage
+from actorsnap.manager.noting import recall_best, stored_metadata
+from actorsnap.manager.results import (
+    ManagerSettings,
+    Metrics,
+    PruneReport,
+    Restored,
+    Status,
+    StepInfo,
+    check_keep,
+    check_training_step,
+)
+from actorsnap.manager.tiers import TieredKeeper, TieredRoot, add_tier, check_tier
 from actorsnap.planning.keeping import (
     KeepPolicy,
-    StoredStep,
-    Verdict,
-    metric_value,
 )
-from actorsnap.protocol.failure import Stage
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import CallKind, Label
-from actorsnap.protocol.rounds import Continue
-from actorsnap.runtime import maintenance, restore, taking
-from actorsnap.runtime.host import Script
+from actorsnap.runtime import restore, taking
+from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import (
     AppState,
     check_flag,
-    check_metadata,
-    check_step,
     make_location,
     resolve_options,
 )
 from actorsnap.runtime.restore import RestoreReport
-from actorsnap.runtime.roots import (
-    METADATA_KEY,
-    Listing,
-    Root,
-    stored_step,
-)
-from actorsnap.runtime.rounds import Rounds, call_together
+from actorsnap.runtime.roots import Root, is_damage
+from actorsnap.runtime.rounds import announce
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.source import OpenSource
-from actorsnap.runtime.team import find_team
+from actorsnap.runtime.team import Team, find_team
 
 logger = Log(__name__)
 
-Metrics = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
-"""Numbers by name; a callable is called on every rank, and only for a step that is saved."""
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepInfo:
-    """A snapshot at the root.
-
-    Attributes:
-        created_s: Since 1970; 0 unless committed.
-        metrics: See ``CheckpointManager.maybe_save``.
-        state: ``"committed"``; ``"abandoned"``: committed, but the run went on from an earlier
-            step; ``"damaged"``: its commit object cannot be read; ``"unfinished"``: never
-            committed; ``"deleting"``.
-    """
-
-    step: int
-    url: str
-    name: StepName
-    state: str
-    created_s: float = 0.0
-    metrics: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Restored:
-    """The result of a restore.
-
-    Attributes:
-        skipped: URLs of newer snapshots that are damaged, with the reasons.
-    """
-
-    step: int
-    url: str
-    report: RestoreReport
-    skipped: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PruneReport:
-    """The result of ``prune``.
-
-    Attributes:
-        verdicts: On each committed step of the run, oldest first.
-        deleted: URLs; with ``dry_run`` those that would be deleted.
-        failed: Reasons by URL. A later pass tries again.
-    """
-
-    verdicts: tuple[Verdict, ...]
-    deleted: tuple[str, ...]
-    failed: Mapping[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Status:
-    """What this rank knows.
-
-    Attributes:
-        generation: Of this run; None before its first save.
-        committed: The last step known to be committed.
-        verified: The last step that was also verified. Rank 0 only.
-        pending: Steps in flight.
-        failed_deletes: Reasons by URL. Rank 0 only.
-        is_superseded: Another manager has begun a run at the root: this one deletes nothing.
-    """
-
-    generation: int | None
-    committed: int | None
-    verified: int | None
-    pending: tuple[int, ...]
-    failed_deletes: Mapping[str, str]
-    is_superseded: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ManagerSettings:
-    """The arguments of ``CheckpointManager``."""
-
-    root: Any
-    app_state: AppState | None
-    save: SavePolicy
-    keep: KeepPolicy
-    min_valid: int
-    max_pending: int
-    replicated: Sequence[str]
-    stage: str
-    metadata: Mapping[str, Any] | None
-    storage_options: Mapping[str, Any] | None
-    options: Options | None
-    group: Any
-    store: Any
+@contextmanager
+def _aborts_save() -> Iterator[None]:
+    """Raises ``SnapshotAborted`` for a ``StorageError`` on rank 0, before any rank stores."""
+    try:
+        yield
+    except StorageError as error:
+        failure = Failure.caused_by(error, stage=Stage.JOIN, rank=0)
+        raise failure.to_error() from error
 
 
 class ManagerBody:
     """One manager; its scripts run in the thread of the caller, one at a time."""
 
     def __init__(self, settings: ManagerSettings) -> None:
-        if not isinstance(settings.save, SavePolicy):
-            raise UsageError(f"save must be a policy like every.steps(500), not {settings.save!r}")
-        if not isinstance(settings.keep, KeepPolicy):
-            raise UsageError(f"keep must be a policy like keep.last(3), not {settings.keep!r}")
-        for name in ("min_valid", "max_pending"):
-            value = getattr(settings, name)
-            if type(value) is not int or value < 1:
-                raise UsageError(f"{name} must be an integer of at least 1, not {value!r}")
-        check_metadata(settings.metadata)
         self._settings = settings
         self._options = resolve_options(settings.options)
         self.root = Root(make_location(settings.root, settings.storage_options), self._options)
+        self.places = add_tier(self.root, settings.tiers, self._options)
         self._label_url = self.root.source.location.canonical
         self._generation: int | None = None
         self._restored: StepName | None = None
@@ -179,24 +96,78 @@ class ManagerBody:
         self._pending: collections.deque[tuple[StepName, Save]] = collections.deque()
         self._keeper: Keeper | None = None
         self._is_closed = False
+        self._continues_newest = False
+        self._superseded: int | None = None
+        self._pid = os.getpid()
+        self._saving = threading.Lock()
+        _unclosed.add(self)
+        self.events = EventBoard()
+        self.asking = Asking(
+            settings.save,
+            self._label_url,
+            self.events,
+            AskSettings(
+                find=self._team,
+                take_requests=partial(take_requests, self.root),
+                notices=settings.notices,
+                watch_requests_s=settings.watch_requests_s,
+                options=self._options,
+            ),
+        )
 
     # When
 
-    def due(self, step: int) -> str:
-        """Returns why the step is to be saved; empty if it is not. No I/O, no message."""
-        if type(step) is not int or step < 0:
-            check_step(step)
-            raise UsageError("maybe_save needs the training step: an integer of at least 0")
+    def due(self, step: int, metrics: Metrics) -> str | None:
+        """Returns why the step is to be saved; None: nothing is to be done. No I/O, no message."""
+        step = check_training_step(step)
+        is_first = self._seen is None
+        objection = self._see(step)
+        reason = "" if step == self._saved else self._settings.save.due(step, is_first=is_first)
+        has_more = self.asking.enter(metrics, is_due=bool(reason))
+        if reason or has_more:
+            return reason
+        if objection is not None:
+            raise objection  # else by ``save``, on all ranks: the others are about to save
+        return None
+
+    def _see(self, step: int) -> UsageError | None:
+        """Takes the step for the newest, or returns why it must not be."""
         seen = self._seen
-        if seen is not None and step < seen:
-            raise UsageError(
-                f"step {step} after step {seen}: steps must not go back. To continue from an "
-                "earlier step, call restore(step) first"
-            )
-        self._seen = step
-        if step == self._saved:
-            return ""
-        return self._settings.save.due(step, is_first=seen is None)
+        if seen is None or step >= seen:
+            self._seen = step
+            return None
+        return UsageError(
+            f"step {step} after step {seen}: steps must not go back. To continue from an "
+            "earlier step, call restore(step) first"
+        )
+
+    def maybe_save(
+        self,
+        step: int,
+        reason: str,
+        *,
+        metrics: Metrics,
+        app_state: AppState | None,
+        metadata: Mapping[str, Any] | None,
+    ) -> Script[tuple[str, Save | None]]:
+        """Saves if ``reason``, of ``due``, or rank 0 says so."""
+        step = check_training_step(step)
+        asked = yield from self.asking.serve(metrics, is_due=bool(reason))
+        reason = ", ".join(filter(None, [reason, asked]))
+        if not reason or step == self._saved:
+            objection = self._see(step)
+            if objection is not None:
+                raise objection
+            return "", None
+        save = yield from self.save(
+            step,
+            reason=reason,
+            is_async=True,
+            metrics=metrics,
+            app_state=app_state,
+            metadata=metadata,
+        )
+        return reason, save
 
     def save(
         self,
@@ -210,27 +181,63 @@ class ManagerBody:
     ) -> Script[Save]:
         """Saves on all ranks. If async, returns when staged, else when committed and verified."""
         self._check_open()
-        self.due(step)
+        step = check_training_step(step)
+        objection = self._see(step)
         if step == self._saved:
             raise UsageError(
                 f"step {step} is already saved by this run. Save each step once, or call "
                 "restore(step) to begin again there"
             )
+        if not self._saving.acquire(blocking=False):
+            raise UsageError(
+                f"step {step}: another thread or task saves to {self.root.url} with this manager. "
+                "One at a time may call it"
+            )
+        try:
+            begun_s = self.asking.begin_save(step, reason)
+            try:
+                noted = partial(self._noted, reason, metrics, metadata)
+                save = yield from self._save(step, is_async, objection, noted, app_state)
+            except BaseException as error:
+                self.asking.abandon_save(step, error)
+                raise
+            self.asking.has_begun(save, step, begun_s)
+        finally:
+            self._saving.release()
+        if not is_async:
+            yield from self.wait()
+        return save
+
+    def _noted(
+        self, reason: str, metrics: Metrics, metadata: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        best, common = self.asking.improvements.best, self._settings.metadata
+        return stored_metadata(reason, metrics, common, metadata, best)
+
+    def _save(
+        self,
+        step: int,
+        is_async: bool,
+        objection: UsageError | None,
+        make_metadata: Callable[[], dict[str, Any]],
+        app_state: AppState | None,
+    ) -> Script[Save]:
         while len(self._pending) >= self._settings.max_pending:
             yield from self._wait_for_oldest()
         if self._generation is None:
             self._generation = yield from self._begin_run()
         name = StepName(step, self._generation)
-        refusal: Exception | None = yield from self._look_for_successor()
+        refusal: Exception | None = objection or (yield from self._look_for_successor())
         noted: dict[str, Any] = {}
         try:
-            noted = self._metadata(reason, metrics, metadata)
+            noted = make_metadata()
             app_state = self._app_state(app_state)
         except Exception as error:
             # The other ranks must not wait for this one.
             refusal = refusal or error
+        target = self.places.places[0].snapshot(name).location
         call = taking.TakeCall(
-            path=self.root.snapshot(name).location.url,
+            path=target.url,
             app_state={} if app_state is None else app_state,
             replicated=self._settings.replicated,
             overwrite=False,
@@ -238,38 +245,84 @@ class ManagerBody:
             step=step,
             stage=self._settings.stage if is_async else "eager",
             metadata=noted,
-            storage_options=self._settings.storage_options,
+            storage_options=target.storage_options,
             options=self._options,
             group=self._settings.group,
             store=self._settings.store,
             refusal=refusal,
+            progress=self._settings.progress,
         )
-        self._saved = step
+        before, self._saved = self._saved, step
         try:
             save = yield from taking.take(call, is_async=is_async)
         except BaseException:
-            self._saved = None
+            self._saved = before if objection is not None else None
+            if self._keeper is not None:
+                self._keeper.make_room()
             raise
         self._pending.append((name, save))
         if self._is_keeper:
             self._find_keeper().watch(name, save)
-        if not is_async:
-            yield from self.wait()
         return save
+
+    def request(self, reason: str) -> None:
+        self._check_open()
+        self.asking.request(reason)
+
+    def restart_steps(self) -> None:
+        """Lets the next step be any. The next save begins a generation that continues what was
+        restored, or else the newest snapshot at the root.
+        """
+        self._seen = self._saved = None
+        if self._generation is not None:
+            self._superseded, self._generation, self._restored = self._generation, None, None
+        self._continues_newest = True
 
     def _begin_run(self) -> Script[int]:
         restored_from = self._restored
+        is_continuing = restored_from is None and self._continues_newest
+        if is_continuing:
+            yield from self._wait_for_pending()
+
+        places = self.places
 
         def claim() -> Script[Any]:
-            async def perform(opened: OpenSource) -> int:
-                return await self.root.claim_generation(
-                    opened, restored_from=restored_from, world_size=self._world_size
+            if is_continuing:
+                # Its passes must not take the new generation for another manager's.
+                yield from self.finish_keeping()
+
+            async def perform(opened: OpenSource) -> tuple[int, bytes]:
+                parent = restored_from
+                if is_continuing:
+                    parent = await self._find_newest(opened)
+                generation = await places.claim_generation(
+                    opened, restored_from=parent, world_size=self._world_size
                 )
+                if not isinstance(places, TieredRoot):
+                    return generation, b""
+                return generation, places.tier_record(generation)
 
-            return (yield from self.root.source.perform("begin a run", perform))
+            with _aborts_save():
+                return (yield from self.root.source.perform("begin a run", perform))
 
-        generation: int = yield from self._announce(CallKind.BEGIN_RUN, claim)
-        return generation
+        generation, record = yield from self._announce(CallKind.BEGIN_RUN, claim)
+        if record:
+            refusal = yield from check_tier(places, generation, record, self._rank)
+            yield from self._announce(CallKind.BEGIN_RUN, _nothing, refusal)
+        return int(generation)
+
+    async def _find_newest(self, opened: OpenSource) -> StepName | None:
+        """Returns the newest committed name.
+
+        Raises:
+            RootTaken: A later manager has begun a run since this one's last generation.
+        """
+        last = self._superseded
+        if last is not None and await self.root.is_superseded(opened, last):
+            raise RootTaken(url=self.root.url, generation=last)
+        listing = await self.places.list(opened)
+        commits = await self.places.read_commits(opened, listing.names)
+        return [None, *current_timeline(listing, commits)][-1]
 
     def _look_for_successor(self) -> Script[ActorSnapError | None]:
         """Returns on rank 0 why nothing may be saved."""
@@ -278,27 +331,15 @@ class ManagerBody:
         generation = self._generation
         assert generation is not None
         keeper = self._find_keeper()
+        try:
+            with _aborts_save():
+                yield lambda _: keeper.look_for_successor(generation)
+        except ActorSnapError as error:
+            return error
         if not keeper.is_superseded:
-            try:
-                keeper.is_superseded = yield from self.root.source.perform(
-                    "look for a later run",
-                    lambda opened: self.root.is_superseded(opened, generation),
-                )
-            except ActorSnapError as error:
-                return error
-        return RootTaken(url=self.root.url, generation=generation) if keeper.is_superseded else None
-
-    def _metadata(
-        self, reason: str, metrics: Metrics, metadata: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
-        found = metrics() if callable(metrics) else metrics
-        merged = {**(self._settings.metadata or {}), **check_metadata(metadata)}
-        if METADATA_KEY in merged:
-            raise UsageError(f"metadata[{METADATA_KEY!r}] is the manager's own")
-        noted: dict[str, Any] = {"reason": reason}
-        if found:
-            noted["metrics"] = {str(key): _stored_metric(key, found[key]) for key in found}
-        return {**merged, METADATA_KEY: noted}
+            return None
+        self.events.post(EventKind.FENCED, detail=self.root.url)
+        return RootTaken(url=self.root.url, generation=generation)
 
     # Pending saves
 
@@ -332,8 +373,8 @@ class ManagerBody:
         try:
             yield from taking.await_pending(save, save.finished)
         finally:
-            if save.finished.done():
-                self._pending.popleft()
+            if save.finished.done() and (name, save) in self._pending:
+                self._pending.remove((name, save))
         self._committed = name.step
 
     def close(self, *, has_failed: bool = False, timeout_s: float = math.inf) -> Script[None]:
@@ -343,12 +384,15 @@ class ManagerBody:
             has_failed: The program ends with an error: nothing is saved at the end, and failed
                 saves are only logged.
         """
-        if self._is_closed:
+        is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
+        if not (is_number and timeout_s >= 0):
+            raise UsageError(f"timeout_s must be a number of at least 0, not {timeout_s!r}")
+        if self._is_closed or self.is_forked:  # the saves are its parent's
             return
         try:
-            reason = "" if has_failed else self._settings.save.at_end()
-            if reason and self._seen is not None and self._seen != self._saved:
-                yield from self.save(self._seen, reason=reason, is_async=False)
+            asked = yield from self.asking.close(has_failed=has_failed)
+            if not has_failed:
+                yield from self._save_at_end(asked)
             yield from self.wait()
         except ActorSnapError as error:
             if not has_failed:
@@ -356,9 +400,47 @@ class ManagerBody:
             logger.error("%s: %s", self.root.url, describe(error))
         finally:
             self._is_closed = True
+            _unclosed.discard(self)
+            if self._is_unsaved or self._seen is None:
+                yield lambda _: self.asking.report_unserved()
             if self._keeper is not None:
                 keeper = self._keeper
                 yield lambda _: keeper.finish(timeout_s)
+            yield self._close_places
+            self.events.close()
+
+    def report_unclosed(self) -> None:
+        """At exit: names the saves that only ``close`` would have made."""
+        lost = [*self.asking.waiting]
+        if self._is_unsaved:
+            lost += filter(None, [self._settings.save.at_end()])
+        if lost and not self.is_forked:
+            logger.warning(
+                "%s: the manager was not closed, so these saves were not made: %s. Use it in a "
+                "with block, or call close() at the end",
+                self.root.url,
+                ", ".join(lost),
+            )
+
+    async def _close_places(self, _: Host) -> None:
+        for place in self.places.places:
+            await place.source.close()
+
+    def _save_at_end(self, asked: str) -> Script[None]:
+        """Saves the last step if a policy or a request says so."""
+        calls = self.asking.calls
+        at_end = "" if calls.is_late else self._settings.save.at_end()
+        reason = ", ".join(filter(None, [at_end, asked]))
+        if (self._is_unsaved and not reason and not calls.is_late) or calls.agreed:
+            asked = yield from self.asking.agree_at_end()
+            reason = ", ".join(filter(None, [reason, asked]))
+        if reason and self._seen is not None and self._is_unsaved:
+            yield from self.save(self._seen, reason=reason, is_async=False)
+
+    @property
+    def _is_unsaved(self) -> bool:
+        """Whether the last step is not saved."""
+        return self._seen is not None and self._seen != self._saved
 
     # Restoring
 
@@ -374,40 +456,21 @@ class ManagerBody:
         self._check_open()
         check_flag("strict", strict)
         check_flag("allow_fresh", allow_fresh)
-        state = self._app_state(app_state)
+        state, refusal = self._try_app_state(app_state)
         # A partial restore of a damaged snapshot would leave its values in the app state.
         level = valid if strict else "full"
         yield from self._wait_for_pending()
-        search = Search(self.root, level, allow_fresh)
-        failure: Exception | None = None
-        while True:
-
-            def find(failure: Exception | None = failure) -> Script[Any]:
-                yield from self._finish_keeping()
-                return (yield from search.following(failure))
-
-            found = yield from self._announce(CallKind.RESTORE_LATEST, find)
-            name = StepName.parse(found["name"])
-            if name is None:
-                return None
-            skipped = tuple((url, why) for url, why in found["skipped"])
-            try:
-                report = yield from self._restore(name, state, strict)
-            except Exception as error:
-                # Rank 0 decides whether an older one may help.
-                failure = error
-                continue
-            return self._continue_from(name, report, skipped)
+        search = Search(self.places, level, allow_fresh)
+        return (yield from self._search(CallKind.RESTORE_LATEST, search, state, refusal, strict))
 
     def restore(self, step: int, app_state: AppState | None, *, strict: bool) -> Script[Restored]:
         """Restores a step of the current timeline; later steps are abandoned by the next save."""
         self._check_open()
-        check_step(step)
-        state = self._app_state(app_state)
+        step = check_training_step(step)
+        state, refusal = self._try_app_state(app_state)
         yield from self._wait_for_pending()
 
-        def find() -> Script[Any]:
-            yield from self._finish_keeping()
+        def find() -> Script[StepName]:
             infos = yield from self.steps(is_complete=True)
             named = [info for info in infos if info.step == step]
             whole = [info for info in named if info.state == "committed"]
@@ -418,33 +481,79 @@ class ManagerBody:
                     f"{self.root.url} has no snapshot of step {step} to restore{what}. Steps: "
                     f"{known}. An abandoned one can be restored by its URL with Snapshot"
                 )
-            return str(whole[-1].name)
+            return whole[-1].name
 
-        name = StepName.parse((yield from self._announce(CallKind.RESTORE_STEP, find)))
-        assert name is not None
-        report = yield from self._restore(name, state, strict)
-        return self._continue_from(name, report, ())
+        search = StepSearch(self.places, find)
+        found = yield from self._search(CallKind.RESTORE_STEP, search, state, refusal, strict)
+        assert found is not None
+        return found
 
-    def _finish_keeping(self) -> Script[None]:
+    def _search(
+        self,
+        kind: CallKind,
+        search: Search,
+        state: AppState,
+        refusal: Exception | None,
+        strict: bool,
+    ) -> Script[Restored | None]:
+        """Restores what rank 0 finds, on all ranks; after a failure, what it finds then."""
+        failure: Exception | None = None
+        while True:
+
+            def find(failure: Exception | None = failure) -> Script[Any]:
+                yield from self.finish_keeping()
+                return (yield from search.following(failure))
+
+            found = yield from self._announce(kind, find, refusal)
+            name = StepName.parse(found["name"])
+            if name is None:
+                return None
+            skipped = tuple((url, why) for url, why in found["skipped"])
+            places = self.places.places
+            place = places[max(found["place"], -len(places))]
+            try:
+                report = yield from self._restore(place, name, state, strict)
+            except Exception as error:
+                if is_damage(error):
+                    place.damaged[name] = describe(first_error(error))
+                if found["is_last"]:
+                    raise
+                # Rank 0 decides whether another copy or an older step may help.
+                failure = error
+                continue
+            place.damaged.pop(name, None)
+            return self._continue_from(place, name, report, skipped)
+
+    def finish_keeping(self) -> Script[None]:
         """What will be restored must not be deleted in the meantime."""
         if self._keeper is not None:
             keeper = self._keeper
-            yield lambda _: keeper.finish(math.inf)
+            yield lambda _: keeper.settle()
 
-    def _restore(self, name: StepName, state: AppState, strict: bool) -> Script[RestoreReport]:
+    def _restore(
+        self, place: Root, name: StepName, state: AppState, strict: bool
+    ) -> Script[RestoreReport]:
         settings = self._settings
-        return restore.restore(
-            self.root.snapshot(name),
+        report = yield from restore.restore(
+            place.snapshot(name),
             state,
             strict=strict,
             group=settings.group,
             store=settings.store,
+            progress=settings.progress,
         )
+        if self.asking.improvements and self._is_keeper:
+            yield from recall_best(place, name, self.asking.improvements)
+        return report
 
     def _continue_from(
-        self, name: StepName, report: RestoreReport, skipped: tuple[tuple[str, str], ...]
+        self,
+        place: Root,
+        name: StepName,
+        report: RestoreReport,
+        skipped: tuple[tuple[str, str], ...],
     ) -> Restored:
-        url = self.root.snapshot(name).location.display_url
+        url = place.url_of(name)
         for other, why in skipped:
             logger.warning("restored %s, because %s is damaged: %s", url, other, why)
         self._generation, self._restored = None, name
@@ -457,36 +566,7 @@ class ManagerBody:
 
     def steps(self, *, is_complete: bool) -> Script[list[StepInfo]]:
         """Returns committed steps of the timeline, oldest first; if complete, all others too."""
-
-        async def perform(opened: OpenSource) -> list[StepInfo]:
-            listing = await self.root.list(opened)
-            commits = await self.root.read_commits(opened, listing.names)
-            run = {*current_timeline(listing, commits)}
-            found = [
-                self._info(name, commits.get(name), name in run, name in listing.intents)
-                for name in _ordered(listing)
-            ]
-            return [info for info in found if is_complete or info.state == "committed"]
-
-        return (yield from self.root.source.perform("list", perform))
-
-    def _info(
-        self, name: StepName, commit: Commit | FormatError | None, is_in_run: bool, is_doomed: bool
-    ) -> StepInfo:
-        url = self.root.snapshot(name).location.display_url
-        if not isinstance(commit, Commit):
-            state = "unfinished" if commit is None else "damaged"
-            state = "deleting" if commit is None and is_doomed else state
-            return StepInfo(step=name.step, url=url, name=name, state=state)
-        stored = stored_step(name, commit)
-        return StepInfo(
-            step=name.step,
-            url=url,
-            name=name,
-            state="committed" if is_in_run else "abandoned",
-            created_s=stored.created_s,
-            metrics=stored.metrics,
-        )
+        return (yield from looking.steps(self.places, is_complete=is_complete))
 
     def latest(self) -> Script[StepInfo | None]:
         infos = yield from self.steps(is_complete=False)
@@ -495,51 +575,52 @@ class ManagerBody:
     def latest_valid(self, level: str) -> Script[StepInfo | None]:
         infos = yield from self.steps(is_complete=False)
         for info in reversed(infos):
-            why = yield from why_damaged(self.root, info.name, level)
-            if not why:
-                return info
+            for place in self.places.places:
+                if not (yield from find_damage(place, info.name, level)):
+                    return replace(info, url=place.url_of(info.name))
         return None
 
     def best(self, metric: str, mode: str) -> Script[StepInfo | None]:
-        infos = yield from self.steps(is_complete=False)
-        by_name = {info.name: info for info in infos}
-        stored = [
-            StoredStep(name=info.name, created_s=info.created_s, metrics=info.metrics)
-            for info in infos
-            if metric in info.metrics and not math.isnan(info.metrics[metric])
-        ]
-        if not stored:
-            return None
         sign = {"min": 1.0, "max": -1.0}.get(mode)
         if sign is None:
             raise UsageError(f'mode must be "min" or "max", not {mode!r}')
-        return by_name[min(stored, key=lambda each: sign * each.metrics[metric]).name]
+        if not isinstance(metric, str) or not metric:
+            raise UsageError(f"metric must be a metric's name, not {metric!r}")
+        infos = yield from self.steps(is_complete=False)
+        known = [i for i in infos if not math.isnan(i.metrics.get(metric, math.nan))]
+        return min(known, key=lambda info: sign * info.metrics[metric], default=None)
 
     # Keeping
 
     def prune(self, policy: KeepPolicy | None, *, dry_run: bool) -> Script[PruneReport]:
-        """Runs one pass now. Rank 0 only."""
+        """Runs one pass now. Only rank 0 deletes."""
+        if policy is not None:
+            check_keep(policy)
+        if not dry_run:
+            self._check_deletes("prune")
         keeper = self._find_keeper()
         verdicts, result = yield lambda _: keeper.run_pass(policy, dry_run=dry_run)
         return PruneReport(
             verdicts=tuple(verdicts),
-            deleted=tuple(self._url(name) for name in result.deleted),
-            failed={self._url(name): describe(error) for name, error in result.failed.items()},
+            deleted=tuple(self.root.url_of(name) for name in result.deleted),
+            failed={
+                self.root.url_of(name): describe(error) for name, error in result.failed.items()
+            },
         )
 
-    def delete(self, step: int, *, force: bool) -> Script[None]:
-        """Deletes one step now. Rank 0 only."""
-        infos = yield from self.steps(is_complete=True)
-        named = [info for info in infos if info.step == step and info.state != "deleting"]
-        if not named:
-            raise UsageError(f"{self.root.url} has no snapshot of step {step}")
-        others = [i for i in infos if i.state == "committed" and i.step != step]
-        if not others and not force:
-            raise UsageError(
-                f"step {step} is the only snapshot at {self.root.url}: pass force=True to delete it"
-            )
-        for info in named:
-            yield from maintenance.delete(self.root.snapshot(info.name))
+    def delete(self, step: int | StepName, *, force: bool) -> Script[None]:
+        """Deletes one snapshot now."""
+        self._check_deletes("delete")
+        yield from self.finish_keeping()  # a save that is being verified would count as damaged
+        keeper = self._find_keeper()
+        yield lambda _: keeper.delete(step, force=force)
+
+    def record(self, step: int | StepName, metrics: Mapping[str, Any]) -> Script[None]:
+        """Adds metrics to a snapshot, also to one that is still being saved."""
+        pending = [name for name, _ in self._pending if step in (name, name.step)]
+        yield from looking.record(
+            self.places, pending[-1] if pending else step, metrics, is_saved=not pending
+        )
 
     def status(self) -> Status:
         keeper = self._keeper
@@ -548,10 +629,14 @@ class ManagerBody:
             committed=self._committed,
             verified=None if keeper is None else keeper.verified,
             pending=tuple(name.step for name, _ in self._pending),
-            failed_deletes={}
-            if keeper is None
-            else {self._url(name): describe(error) for name, error in keeper.failed.items()},
+            failed_deletes={} if keeper is None else _reasons(keeper.failed_deletes()),
+            num_deletes_left=0 if keeper is None else keeper.num_left,
             is_superseded=keeper is not None and keeper.is_superseded,
+            draining=() if keeper is None else tuple(name.step for name in keeper.waiting),
+            failed_drains={} if keeper is None else _reasons(keeper.failed_drains),
+            due_in_s=self.asking.due_in_s,
+            requests=self.asking.waiting,
+            last_agreement=self.asking.outcome,
         )
 
     # Parts
@@ -559,33 +644,44 @@ class ManagerBody:
     def _find_keeper(self) -> Keeper:
         if self._keeper is None:
             settings = self._settings
-            self._keeper = Keeper(self.root, settings.keep, settings.min_valid)
+            kept = settings.keep, settings.min_valid, self.events
+            if isinstance(self.places, TieredRoot):
+                self._keeper = TieredKeeper(self.places, *kept)
+            else:
+                self._keeper = Keeper(self.root, *kept)
         self._keeper.generation = self._generation
         self._keeper.restored = self._restored
         return self._keeper
 
+    def _team(self) -> Team | None:
+        return find_team(self._settings.group, self._settings.store)
+
     @property
     def _is_keeper(self) -> bool:
-        team = find_team(self._settings.group, self._settings.store)
-        return team is None or team.rank == 0
+        return self._rank == 0
+
+    @property
+    def _rank(self) -> int:
+        team = self._team()
+        return 0 if team is None else team.rank
 
     @property
     def _world_size(self) -> int:
-        team = find_team(self._settings.group, self._settings.store)
+        team = self._team()
         return 1 if team is None else team.world_size
 
-    def _announce(self, kind: CallKind, work: Callable[[], Script[Any]]) -> Script[Any]:
-        """Runs ``work`` on rank 0 and returns its result on all ranks, or its error."""
-        team = find_team(self._settings.group, self._settings.store)
+    def _check_deletes(self, call: str) -> None:
+        if not self._is_keeper:
+            raise UsageError(f"only rank 0 deletes: call {call}() there alone")
+
+    def _announce(
+        self,
+        kind: CallKind,
+        work: Callable[[], Script[Any]],
+        refusal: Exception | None = None,
+    ) -> Script[Any]:
         label = Label(kind, self._label_url)
-
-        def body(rounds: Rounds) -> Script[Any]:
-            payload = b""
-            if rounds.rank == 0:
-                payload = msgspec.msgpack.encode((yield from work()))
-            return msgspec.msgpack.decode((yield from rounds.arrive(payload)))
-
-        return (yield from call_together(team, label, self._options, _Announcement(), body))
+        return (yield from announce(self._team(), label, self._options, work, refusal))
 
     def _app_state(self, app_state: AppState | None) -> AppState:
         found = self._settings.app_state if app_state is None else app_state
@@ -593,31 +689,43 @@ class ManagerBody:
             raise UsageError("no app state: pass app_state to CheckpointManager or to this call")
         return found
 
-    def _url(self, name: StepName) -> str:
-        return self.root.snapshot(name).location.display_url
+    def _try_app_state(self, app_state: AppState | None) -> tuple[AppState, Exception | None]:
+        """Also starts the watchers: a restore may take long, and is the first call of most jobs."""
+        try:
+            self.asking.watch()
+            return self._app_state(app_state), None
+        except Exception as error:
+            return {}, error
 
     def _check_open(self) -> None:
         if self._is_closed:
             raise UsageError(f"the manager of {self.root.url} is closed")
 
+    @property
+    def is_forked(self) -> bool:
+        return os.getpid() != self._pid
 
-class _Announcement:
-    """Sends rank 0's payload to all."""
-
-    stage = Stage.JOIN
-
-    def decide(self, round: int, payloads: Mapping[int, bytes]) -> Continue:
-        return Continue(common=payloads[0], is_last=True)
-
-
-def _ordered(listing: Listing) -> Iterable[StepName]:
-    return sorted(listing.names, key=lambda name: (name.generation, name.step))
+    def check_process(self) -> None:
+        """Raises UsageError in a fork of the manager's process."""
+        if self.is_forked:
+            raise UsageError(
+                f"the manager of {self.root.url} belongs to process {self._pid}; this one was "
+                "forked from. Save only there; to look at the root here, make another manager"
+            )
 
 
-def _stored_metric(name: object, value: Any) -> float | str:
-    """JSON has no NaN and infinities: they are stored as text."""
-    try:
-        number = metric_value(value)
-    except (TypeError, ValueError, UsageError) as error:
-        raise UsageError(f"metric {name!r} must be a number, not {value!r}") from error
-    return number if math.isfinite(number) else repr(number)
+_unclosed: weakref.WeakSet[ManagerBody] = weakref.WeakSet()
+
+
+@atexit.register
+def _report_unclosed() -> None:
+    for body in [*_unclosed]:
+        body.report_unclosed()
+
+
+def _nothing() -> Script[None]:
+    yield from ()
+
+
+def _reasons(errors: Mapping[str, Exception]) -> dict[str, str]:
+    return {url: describe(error) for url, error in errors.items()}

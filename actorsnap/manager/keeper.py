@@ -2,35 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import math
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import anyio
 
-from actorsnap.errors import ActorSnapError, FormatError, NotASnapshot, NoValidSnapshot, describe
+from actorsnap.errors import (
+    ActorSnapError,
+    FormatError,
+    NotASnapshot,
+    NoValidSnapshot,
+    RootTaken,
+    UsageError,
+    describe,
+)
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import DeleteIntent, StepName
 from actorsnap.log import Log
+from actorsnap.manager.events import EventBoard, EventKind
 from actorsnap.planning.keeping import (
     KeepPolicy,
     StoredStep,
     Verdict,
     current_generation,
     judge,
+    leftovers,
     timeline,
+    unread_run,
 )
+from actorsnap.planning.marks import Facts
 from actorsnap.runtime import verify as verification
+from actorsnap.runtime.deletion import Deleter, Deletions
 from actorsnap.runtime.host import Call, Host, Script, wait_done
-from actorsnap.runtime.roots import Deletions, Listing, Root, damage_of, is_damage, stored_step
+from actorsnap.runtime.roots import Listing, Root, is_damage, stored_step
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import run_on_loop
 from actorsnap.runtime.source import OpenSource
 
 logger = Log(__name__)
 
+MAX_PASS_S = 120.0
+"""Bound of the deletions of one pass; the next one goes on."""
+
+
+_LOST_COMMIT = "its commit object is gone: `actorsnap recover` writes it again"
+
 
 class Search:
-    """Finds the newest whole snapshot of the current timeline, then older ones. On rank 0."""
+    """Finds the newest whole snapshot of the current timeline, then older ones. On rank 0.
+
+    A snapshot that is damaged at the nearest place may be whole at the next.
+    """
 
     def __init__(self, root: Root, level: str, allow_fresh: bool) -> None:
         self._root = root
@@ -38,8 +65,10 @@ class Search:
         self._allow_fresh = allow_fresh
         self._listing: Listing | None = None
         self._current: StepName | None = None
+        self._at = 0  # index of the place
         self._unfinished: set[StepName] = set()
-        self._damaged: dict[StepName, str] = {}
+        self._damaged: set[StepName] = set()
+        self._skipped: dict[str, str] = {}
 
     def following(self, failure: Exception | None) -> Script[Any]:
         """Returns the next candidate, after ``failure`` of the one before.
@@ -51,51 +80,138 @@ class Search:
         if failure is not None:
             if not is_damage(failure):
                 raise failure
-            assert self._current is not None
-            self._damaged[self._current] = describe(failure)
+            self._skip(describe(failure))
         if self._listing is None:
-            self._listing = yield from self._root.source.perform("find the latest", self._root.list)
-        listing = self._listing
+            self._listing = yield from self._root.source.perform("find the latest", self._root.look)
         while True:
             # A fresh start that committed nothing abandons nothing.
-            names = {*listing.names} - self._unfinished
+            names = {*self._listing.names} - self._unfinished
+            listing = self._listing = yield from self._read_back(self._listing, names)
             candidates = [n for n in current_timeline(listing, names) if n not in self._damaged]
             if not candidates:
                 break
             self._current = candidates[-1]
-            why = yield from why_damaged(self._root, self._current, self._level)
-            if not why:
-                return {"name": str(self._current), "skipped": self._skipped}
-            if why == UNFINISHED:
-                self._unfinished.add(self._current)
-            else:
-                self._damaged[self._current] = why
+            if not (yield from self._is_damaged()):
+                return self._found()
         if not self._allow_fresh:
             yield from self._check_fresh([name for name in names if name not in self._damaged])
-        return {"name": "", "skipped": self._skipped}
+        return {"name": "", "skipped": self._pairs}
+
+    def _found(self, *, is_last: bool = False) -> dict[str, Any]:
+        # Counted from the end: another rank may know the root only, which is the last.
+        place = self._at - len(self._root.places)
+        found = {"name": str(self._current), "place": place, "is_last": is_last}
+        return {**found, "skipped": self._pairs}
+
+    def _is_damaged(self) -> Script[bool]:
+        """Verifies the current candidate, and skips it unless it is whole."""
+        assert self._current is not None
+        place = self._root.places[self._at]
+        problems = yield from find_damage(place, self._current, self._level, is_anew=True)
+        if problems:
+            self._skip(None if isinstance(problems[0], NotASnapshot) else _text_of(problems))
+        return bool(problems)
+
+    def _skip(self, damage: str | None) -> None:
+        """Goes on to the next place, then to an older snapshot. None: it is not at this one."""
+        name, places = self._current, self._root.places
+        assert name is not None
+        if damage is not None:
+            self._skipped[places[self._at].url_of(name)] = damage
+        self._at += 1
+        if self._at == len(places):
+            self._at = 0
+            is_damaged = any(place.url_of(name) in self._skipped for place in places)
+            (self._damaged if is_damaged else self._unfinished).add(name)
+
+    def _read_back(self, listing: Listing, names: Collection[StepName]) -> Script[Listing]:
+        """Reads the records of runs, from the newest on, until one has a candidate."""
+        whole = {*names} - self._damaged
+        while True:
+            known = listing.records.generations
+            generation = unread_run(names, known, listing.parents, wanted=whole)
+            if generation is None:
+                return listing
+            listing = yield from self._root.source.perform(
+                "find the latest",
+                partial(self._root.read_run, listing=listing, generation=generation),
+            )
 
     def _check_fresh(self, abandoned: list[StepName]) -> Script[None]:
         """Raises NoValidSnapshot if anything was committed."""
-        if not self._damaged and abandoned:
+        if not self._skipped and abandoned:
             stored = yield from self._root.source.perform(
                 "find the latest", lambda opened: self._root.read_commits(opened, abandoned)
             )
-            self._damaged = dict.fromkeys(stored, "abandoned: the run continued another snapshot")
-        if self._damaged:
-            raise NoValidSnapshot(url=self._root.url, skipped=self._skipped)
+            why = "abandoned: the run continued another snapshot"
+            self._skipped = {self._root.url_of(name): why for name in stored}
+        if not self._skipped and self._unfinished:
+            yield from self._root.source.perform("find the latest", self._look_at_unfinished)
+        if self._skipped:
+            raise NoValidSnapshot(url=self._root.url, skipped=self._pairs)
+
+    async def _look_at_unfinished(self, opened: OpenSource) -> None:
+        """Skips those that a run continued: they were committed. Warns of other complete ones."""
+        listing = await self._root.list(opened)
+        continued = {*listing.parents.values()}
+        for place in self._root.places:
+            async with place.source.opened(opened.host, "find the latest") as there:
+                for name in self._unfinished:
+                    if not await place.has_complete(there, name):
+                        continue
+                    if name in continued and name not in listing.records.intents:
+                        self._skipped[place.url_of(name)] = _LOST_COMMIT
+                    else:
+                        await place.warn_of_complete(there, name)
 
     @property
-    def _skipped(self) -> list[tuple[str, str]]:
-        return [
-            (self._root.snapshot(name).location.display_url, why)
-            for name, why in self._damaged.items()
-        ]
+    def _pairs(self) -> list[tuple[str, str]]:
+        return [*self._skipped.items()]
+
+
+class StepSearch(Search):
+    """Finds the nearest whole copy of one snapshot. On rank 0.
+
+    The root's own copy is not looked at: restoring it reports what is wrong.
+    """
+
+    def __init__(self, root: Root, find: Callable[[], Script[StepName]]) -> None:
+        super().__init__(root, "quick", allow_fresh=False)
+        self._find = find
+
+    def following(self, failure: Exception | None) -> Script[Any]:
+        """Returns the nearest copy, after ``failure`` of the one before.
+
+        Raises:
+            Exception: ``failure``, if another copy would not help.
+        """
+        last = len(self._root.places) - 1
+        if failure is not None:
+            if self._at == last or not is_damage(failure):
+                raise failure
+            self._skip(describe(failure))
+        if self._current is None:
+            self._current = yield from self._find()
+        while self._at < last and (yield from self._is_damaged()):
+            pass
+        return self._found(is_last=self._at == last)
 
 
 class Keeper:
-    """Verifies what was saved, then deletes what the policy gives up. On rank 0."""
+    """Verifies what was saved, then deletes what the policy gives up. On rank 0.
 
-    def __init__(self, root: Root, policy: KeepPolicy, min_valid: int) -> None:
+    Attributes:
+        num_left: Steps that a pass gave up, but had no time to delete.
+        failed: Those that it could not delete, with the reasons.
+        failed_pass: Why the last pass deleted nothing.
+        waiting: Snapshots that are at a tier, but not at the root yet, oldest first.
+        failed_drains: Reasons by URL; the next drains try again.
+    """
+
+    def __init__(
+        self, root: Root, policy: KeepPolicy, min_valid: int, events: EventBoard | None = None
+    ) -> None:
+        self._events = events or EventBoard()
         self._root = root
         self._policy = policy
         self._min_valid = min_valid
@@ -103,14 +219,19 @@ class Keeper:
         self.restored: StepName | None = None
         self.is_superseded = False
         self.verified: int | None = None
+        self.num_left = 0
         self.failed: dict[StepName, Exception] = {}
+        self.failed_pass: Exception | None = None
+        self.waiting: list[StepName] = []
+        self.failed_drains: dict[str, Exception] = {}
         self._in_flight: set[StepName] = set()
         self._valid: set[StepName] = set()
-        self._damaged: dict[StepName, str] = {}
-        self._unreported: list[str] = []
+        self._unreported: list[ActorSnapError] = []
         self._verifying: set[Call[None]] = set()
         self._passes: set[Call[None]] = set()
         self._lock: anyio.Lock | None = None
+        self._saved_to = root
+        self._held: Collection[StepName] = ()  # at a tier too
 
     def watch(self, name: StepName, save: Save) -> None:
         """Verifies the save after its commit, and runs a pass."""
@@ -122,13 +243,27 @@ class Keeper:
     @property
     def damaged(self) -> Mapping[StepName, str]:
         """Committed steps that were found damaged, with the reasons."""
-        return self._damaged
+        return self._root.damaged
 
     def end_run(self) -> None:
         """After a restore: the next save begins another run, which supersedes all others."""
         self.generation = None
         self.is_superseded = False
         self._unreported = []
+
+    async def look_for_successor(self, generation: int) -> None:
+        """Looks for a later run.
+
+        Raises:
+            ActorSnapError: The root could not be looked at.
+        """
+        if not self.is_superseded:
+            async with self._root.source.opened(Host.get(), "look for a later run") as opened:
+                look = self._root.is_superseded
+                self.is_superseded = await opened.errands.run(look, opened, generation)
+
+    def make_room(self) -> None:
+        """After a save that failed at once, from any thread: a pass may make room for the next."""
 
     async def _verify(self, name: StepName, save: Save) -> None:
         await wait_done(save.finished)
@@ -137,17 +272,28 @@ class Keeper:
             return
         host = Host.get()
         try:
-            why = await run_on_loop(host, why_damaged(self._root, name, "quick"))
+            problems = await run_on_loop(host, find_damage(self._saved_to, name, "quick"))
         except Exception as error:
-            logger.warning("%s: not verified: %s", self._root.snapshot(name), describe(error))
+            logger.warning("%s: not verified: %s", self._saved_to.url_of(name), describe(error))
             return
-        if why:
-            self._damaged[name] = why
-            self._unreported.append(f"{name} was committed, but is damaged: {why}")
-            logger.error("%s: %s", self._root.url, self._unreported[-1])
+        if problems:
+            why = self._saved_to.damaged[name] = _text_of(problems)
+            problem = problems[0]
+            if isinstance(problem, FormatError):
+                problem.name_snapshot(self._saved_to.url_of(name))
+            self._unreported.append(problem)
+            logger.error("%s is committed, but damaged: %s", name, why)
+            self._events.post(EventKind.FAILED, name.step, why)
             return
-        self._valid.add(name)
         self.verified = name.step
+        self._events.post(EventKind.VERIFIED, name.step)
+        await self._keep_new(name)
+
+    async def _keep_new(self, name: StepName) -> None:
+        """After its commit and verification."""
+        host = Host.get()
+        self._valid.add(name)
+        await host.run_blocking(self._root.link_latest, name)
         call = host.submit(self._pass_quietly())
         self._passes.add(call)
         call.future.add_done_callback(lambda _: self._passes.discard(call))
@@ -159,7 +305,11 @@ class Keeper:
     def raise_damage(self) -> None:
         if self._unreported:
             problem, self._unreported = self._unreported[0], []
-            raise NoValidSnapshot(url=self._root.url, skipped=[(self._root.url, problem)])
+            raise problem
+
+    async def settle(self) -> None:
+        """Ends all deletions that have begun: a restore must not lose what it reads."""
+        await self.finish(math.inf)
 
     async def finish(self, timeout_s: float) -> None:
         """Waits for passes that have begun; the next manager finishes deletions."""
@@ -172,58 +322,217 @@ class Keeper:
 
     async def _pass_quietly(self) -> None:
         try:
-            await self.run_pass(None, dry_run=False)
+            async with self._opened("prune") as opened:
+                await self._run_pass(opened, self._policy, dry_run=False)
+            self.failed_pass = None
         except Exception as error:
+            self.failed_pass = error
             logger.warning("%s: nothing was deleted: %s", self._root.url, describe(error))
+            self._events.post(EventKind.DELETE_FAILED, detail=describe(error))
 
     async def run_pass(
         self, policy: KeepPolicy | None, *, dry_run: bool
     ) -> tuple[list[Verdict], Deletions]:
         """Judges the steps of the timeline, and deletes what goes."""
+        async with self._opened("prune") as opened:
+            return await self._run_pass(opened, policy or self._policy, dry_run)
+
+    @asynccontextmanager
+    async def _opened(self, op: str) -> AsyncIterator[OpenSource]:
+        """Opens the root for one pass at a time."""
         if self._lock is None:
             self._lock = anyio.Lock()
-        async with self._lock, self._root.source.opened(Host.get(), "prune") as opened:
-            return await self._run_pass(opened, policy or self._policy, dry_run)
+        async with self._lock, self._root.source.opened(Host.get(), op) as opened:
+            yield opened
 
     async def _run_pass(
         self, opened: OpenSource, policy: KeepPolicy, dry_run: bool
     ) -> tuple[list[Verdict], Deletions]:
         listing = await self._root.list(opened)
+        self._check_is_root(listing)
         commits = await self._root.read_commits(opened, listing.names)
+        facts = await self._root.read_facts(opened, listing)
+        run = current_timeline(listing, commits)
         steps = [
-            stored_step(name, commit)
-            for name in current_timeline(listing, commits)
-            if isinstance(commit := commits.get(name), Commit) and name not in self._damaged
+            stored_step(name, commit, facts.get(name))
+            for name in run
+            if isinstance(commit := commits.get(name), Commit) and name not in self.damaged
         ]
         steps = await self._verify_newest(steps)
-        protected = {} if self.restored is None else {self.restored: "restored from"}
+        held = dict.fromkeys(self._held, "still at the tier")
         verdicts = judge(
-            steps, policy, protected=protected, valid=self._valid, min_valid=self._min_valid
+            steps,
+            policy,
+            protected={**held, **self._protected(listing, facts)},
+            valid=self._valid,
+            min_valid=self._min_valid,
         )
+        verdicts = self._with_damaged(verdicts, run, commits)
         doomed = {v.name: _reason(policy) for v in verdicts if not v.keeps}
         if dry_run:
             return verdicts, Deletions(deleted=[*doomed])
         generation = self.generation
-        if generation is None or listing.newest_generation > generation:
-            self.is_superseded = self.is_superseded or generation is not None
+        if generation is None or self._looks_superseded(listing):
             return verdicts, Deletions()
-        intents: dict[StepName, DeleteIntent] = {}
-        for name, reason in doomed.items():
-            commit = commits[name]
-            assert isinstance(commit, Commit)
-            intents[name] = DeleteIntent(
-                attempt=commit.attempt, generation=generation, reason=reason
+        rests = leftovers(
+            {*listing.names}.difference(self._in_flight, self._held),
+            listing.records.intents,
+            committed={name for name, each in commits.items() if isinstance(each, Commit)},
+            damaged={name for name, each in commits.items() if not isinstance(each, Commit)},
+            generation=generation,
+        ) - {*doomed}
+        intents = {
+            name: make_intent(commits[name], generation, reason) for name, reason in doomed.items()
+        }
+        # Marks of what is at a tier only are no rests.
+        listing = replace(listing, names={*listing.names, *self._held})
+        return verdicts, await self._delete(opened, listing, generation, intents, rests)
+
+    def _with_damaged(
+        self,
+        verdicts: Sequence[Verdict],
+        run: Sequence[StepName],
+        commits: Mapping[StepName, Commit | FormatError],
+    ) -> list[Verdict]:
+        """Adds the damaged steps of the run: no policy judges them, and they stay."""
+        found = {verdict.name: verdict for verdict in verdicts}
+        for name in run:
+            if name not in found:
+                why = self.damaged.get(name) or commits[name]
+                found[name] = Verdict(name, True, (f"damaged: {why}",))
+        return [found[name] for name in run]
+
+    def _protected(self, listing: Listing, facts: Mapping[StepName, Facts]) -> dict[StepName, str]:
+        """Returns what stays whatever the policy is, with the reasons."""
+        # The manager of the newest run may still need what it continued.
+        continued = listing.parents.get(listing.newest_generation)
+        protected = {
+            name: ["restored from"] for name in (self.restored, continued) if name is not None
+        }
+        for name, known in facts.items():
+            protected.setdefault(name, []).extend(map(str, known.pins_at(time.time())))
+        return {name: ", ".join(reasons) for name, reasons in protected.items() if reasons}
+
+    def _check_is_root(self, listing: Listing) -> None:
+        """Raises UsageError for a tier: its snapshots may be nowhere else."""
+        for run in listing.runs.values():
+            if run.tier_of is not None:
+                raise UsageError(
+                    f"{self._root.url} is a tier of {run.tier_of}: the manager with tiers=[...] "
+                    "deletes there what is at the root. Prune the root instead"
+                )
+
+    def _looks_superseded(self, listing: Listing) -> bool:
+        if self.generation is not None and listing.newest_generation > self.generation:
+            self.is_superseded = True
+        return self.is_superseded
+
+    async def _delete(
+        self,
+        opened: OpenSource,
+        listing: Listing,
+        generation: int,
+        intents: Mapping[StepName, DeleteIntent],
+        rests: Collection[StepName],
+        *,
+        heeds_pins: bool = True,
+        before: Callable[[StepName], Awaitable[None]] | None = None,
+    ) -> Deletions:
+        """Deletes for a bounded time: the next pass goes on."""
+        result = Deletions()
+        deleter = Deleter(
+            *(self._root, opened, listing, generation, result),
+            heeds_pins=heeds_pins,
+            before=before,
+        )
+
+        async def delete() -> None:
+            await deleter.delete(intents, rests)
+            if not result.is_superseded:
+                await deleter.end_marks()
+
+        try:
+            with anyio.move_on_after(MAX_PASS_S):
+                await opened.errands.run(delete)
+        finally:
+            self.is_superseded = self.is_superseded or result.is_superseded
+            self.num_left, self.failed = len(result.left), result.failed
+            self._valid.difference_update(result.deleted)
+            for name, error in result.failed.items():
+                logger.warning("%s/%s: not deleted: %s", self._root.url, name, describe(error))
+                self._events.post(EventKind.DELETE_FAILED, name.step, describe(error))
+            for name in result.deleted:
+                why = intents[name].reason if name in intents else ""
+                self._events.post(EventKind.PRUNED, name.step, why)
+        return result
+
+    async def delete(self, step: int | StepName, *, force: bool) -> None:
+        """Deletes one snapshot, by the intent of a pass. Without a generation, under the newest.
+
+        Raises:
+            RootTaken: A later manager has begun a run.
+            UsageError: It may not be deleted.
+            Exception: It could not be deleted.
+        """
+        async with self._opened("delete") as opened:
+            listing, commits = await self._look(opened)
+            self._check_is_root(listing)
+            if self._looks_superseded(listing):
+                raise RootTaken(url=self._root.url, generation=self.generation or 0)
+            name = find_step(self._root.url, listing, commits, step)
+            facts = await self._root.read_facts(opened, listing)
+            if not force:
+                await self._check_expendable(listing, commits, facts, name)
+            generation = self.generation or listing.newest_generation
+            intents = {name: make_intent(commits[name], generation, "delete()")}
+            result = await self._delete(
+                *(opened, listing, generation, intents, ()),
+                heeds_pins=not force,
+                before=partial(self._delete_near, intent=intents[name]),
             )
-        rests = self._rests(listing, commits, generation) - {*doomed}
-        result = await self._root.delete(opened, intents, rests, listing.intents, generation)
-        if listing.temporaries and not result.is_superseded:
-            await opened.storage.delete([*listing.temporaries])
-        self.is_superseded = self.is_superseded or result.is_superseded
-        self.failed = result.failed
-        self._valid.difference_update(result.deleted)
-        for name, error in result.failed.items():
-            logger.warning("%s/%s: not deleted: %s", self._root.url, name, describe(error))
-        return verdicts, result
+        if result.is_superseded:
+            raise RootTaken(url=self._root.url, generation=generation)
+        if name in result.failed:
+            raise result.failed[name]
+        if name not in result.deleted:
+            raise UsageError(f"{self._root.url}/{name} was not deleted: it was pinned meanwhile")
+
+    async def _look(
+        self, opened: OpenSource
+    ) -> tuple[Listing, dict[StepName, Commit | FormatError]]:
+        listing = await self._root.list(opened)
+        return listing, await self._root.read_commits(opened, listing.names)
+
+    async def _delete_near(self, name: StepName, intent: DeleteIntent) -> None:
+        """Deletes the copy at a tier: before that at the root, or it would come back."""
+
+    def failed_deletes(self) -> dict[str, Exception]:
+        """Returns errors by URL; that of a whole pass by the root's."""
+        failed = {self._root.url_of(name): error for name, error in self.failed.items()}
+        return failed if self.failed_pass is None else {self._root.url: self.failed_pass, **failed}
+
+    async def _check_expendable(
+        self,
+        listing: Listing,
+        commits: Mapping[StepName, Commit | FormatError],
+        facts: Mapping[StepName, Facts],
+        name: StepName,
+    ) -> None:
+        """Raises UsageError for a pinned snapshot, and for the only valid one of the run."""
+        url, instead = self._root.url_of(name), "pass force=True to delete it"
+        pins = facts.get(name, Facts()).pins_at(time.time())
+        if pins:
+            raise UsageError(f"{url} is {', '.join(map(str, pins))}: unpin it, or {instead}")
+        run = current_timeline(listing, commits)
+        if name not in run:
+            return
+        for other in reversed(run):
+            if other == name or not isinstance(commits.get(other), Commit):
+                continue
+            look = find_damage(self._root, other, "quick")
+            if not await run_on_loop(Host.get(), look):
+                return
+        raise UsageError(f"{url} is the only valid snapshot of the run: {instead}")
 
     async def _verify_newest(self, steps: list[StoredStep]) -> list[StoredStep]:
         """Verifies the newest steps until enough are valid; leaves out damaged ones."""
@@ -233,47 +542,50 @@ class Keeper:
             if missing == 0:
                 break
             if stored.name not in self._valid:
-                why = await run_on_loop(Host.get(), why_damaged(self._root, stored.name, "quick"))
-                if why:
+                look = find_damage(self._root, stored.name, "quick")
+                problems = await run_on_loop(Host.get(), look)
+                if problems:
                     damaged.add(stored.name)
-                    self._damaged[stored.name] = why
+                    self._root.damaged[stored.name] = _text_of(problems)
                     continue
                 self._valid.add(stored.name)
             missing -= 1
         return [stored for stored in steps if stored.name not in damaged]
 
-    def _rests(
-        self, listing: Listing, commits: Mapping[StepName, Commit | FormatError], generation: int
-    ) -> set[StepName]:
-        """Returns deletions and saves that did not end: no later save takes these names."""
-        own = [name.step for name in commits if name.generation == generation]
-        newest = (generation, max(own, default=-1))
-        unfinished = {
-            name
-            for name in {*listing.names, *listing.intents} - {*commits} - self._in_flight
-            if (name.generation, name.step) < newest
-        }
-        kept = {name for name in listing.intents if isinstance(commits.get(name), Commit)}
-        return unfinished | kept
 
-
-UNFINISHED = "unfinished"
-
-
-def why_damaged(root: Root, name: StepName, level: str) -> Script[str]:
+def find_damage(
+    root: Root, name: StepName, level: str, *, is_anew: bool = False
+) -> Script[Sequence[ActorSnapError]]:
     """Returns why the snapshot cannot be restored; empty if it can.
+
+    A ``NotASnapshot`` if it was never committed: only commit objects count. Else a snapshot that
+    was found damaged stays so until a full look, or a restore, finds it whole.
+
+    Args:
+        is_anew: Only what a look finds now counts.
 
     Raises:
         ActorSnapError: It could not be looked at, or needs a newer release.
     """
     try:
         report = yield from verification.verify(root.snapshot(name), level=level)
+        problems: Sequence[ActorSnapError] = report.problems
     except ActorSnapError as error:
         if not is_damage(error):
             raise
-        # Only commit objects count, whatever else is there.
-        return UNFINISHED if isinstance(error, NotASnapshot) else str(error)
-    return "" if report.ok else damage_of(report.problems, name)
+        problems = [error]
+    if level == "full":
+        root.damaged.pop(name, None)
+        if problems and not isinstance(problems[0], NotASnapshot):
+            root.damaged[name] = _text_of(problems)
+    elif not problems and not is_anew and name in root.damaged:
+        problems = [FormatError(key=str(name), detail=f"found before: {root.damaged[name]}")]
+    return problems
+
+
+def _text_of(problems: Sequence[ActorSnapError]) -> str:
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return f"{problems[0]}{more}"
 
 
 def current_timeline(listing: Listing, committed: Collection[StepName]) -> list[StepName]:
@@ -281,6 +593,39 @@ def current_timeline(listing: Listing, committed: Collection[StepName]) -> list[
     parents = listing.parents
     newest = current_generation(committed, parents)
     return [] if newest is None else timeline(committed, parents, newest)
+
+
+def find_step(
+    url: str,
+    listing: Listing,
+    commits: Mapping[StepName, Commit | FormatError],
+    step: int | StepName,
+) -> StepName:
+    """Returns the snapshot of a step: of the run, else the abandoned or damaged one.
+
+    Raises:
+        UsageError: There is none, or there are several and none is of the run.
+    """
+    if isinstance(step, StepName):
+        found = [step] if step in commits else []
+    else:
+        named = sorted((n for n in commits if n.step == step), key=lambda name: name.generation)
+        whole = {name for name in named if isinstance(commits[name], Commit)}
+        run = [name for name in current_timeline(listing, commits) if name in named]
+        found = [name for name in run if name in whole] or run or named
+    if not found:
+        raise UsageError(f"{url} has no snapshot of step {step}")
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
+        raise UsageError(
+            f"{url} has several abandoned snapshots of step {step}: name one of {names}"
+        )
+    return found[0]
+
+
+def make_intent(commit: Commit | FormatError, generation: int, reason: str) -> DeleteIntent:
+    attempt = commit.attempt if isinstance(commit, Commit) else ""
+    return DeleteIntent(attempt=attempt, generation=generation, reason=reason)
 
 
 def _reason(policy: KeepPolicy) -> str:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from actorsnap.format.steps import StepName
 from actorsnap.manager import (
     Decision,
     KeepPolicy,
     ManagerHandle,
+    Pin,
     PruneReport,
     Restored,
     Status,
@@ -17,19 +19,34 @@ from actorsnap.manager import (
     Verdict,
     every,
     keep,
+    looking,
+    notices,
 )
-from actorsnap.manager.body import Metrics
+from actorsnap.manager.events import EventReader, ManagerEvent
+from actorsnap.manager.looking import Until
+from actorsnap.manager.results import Metrics
 from actorsnap.runtime.location import AppState
-from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.script import follow_sync, refuse_running_loop, run_sync
 from actorsnap.sync import PendingSnapshot, Snapshot
 
-__all__ = ["CheckpointManager", "Decision", "Restored", "Status", "StepInfo", "every", "keep"]
+__all__ = [
+    "CheckpointManager",
+    "Decision",
+    "Restored",
+    "Status",
+    "StepInfo",
+    "every",
+    "keep",
+    "notices",
+]
 
 
 class CheckpointManager(ManagerHandle):
     """``actorsnap.manager.CheckpointManager`` for scripts."""
 
     def __enter__(self) -> Self:
+        refuse_running_loop("CheckpointManager.__enter__")
+        self._body.asking.watch()
         return self
 
     def __exit__(
@@ -38,7 +55,7 @@ class CheckpointManager(ManagerHandle):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        run_sync(self._body.close(has_failed=error is not None), name="CheckpointManager.close")
+        run_sync(self._own_body.close(has_failed=error is not None), name="CheckpointManager.close")
 
     def maybe_save(
         self,
@@ -49,21 +66,16 @@ class CheckpointManager(ManagerHandle):
         metadata: Mapping[str, Any] | None = None,
     ) -> Decision:
         """See ``actorsnap.manager.CheckpointManager.maybe_save``."""
-        reason = self._body.due(step)
-        if not reason:
+        due = self._body.due(step, metrics)
+        if due is None:
             return Decision(step)
-        save = run_sync(
-            self._body.save(
-                step,
-                reason=reason,
-                is_async=True,
-                metrics=metrics,
-                app_state=app_state,
-                metadata=metadata,
+        reason, save = run_sync(
+            self._body.maybe_save(
+                step, due, metrics=metrics, app_state=app_state, metadata=metadata
             ),
             name="CheckpointManager.maybe_save",
         )
-        return Decision(step, reason, PendingSnapshot(save))
+        return Decision(step, reason, None if save is None else PendingSnapshot(save))
 
     def save(
         self,
@@ -108,6 +120,10 @@ class CheckpointManager(ManagerHandle):
             name="CheckpointManager.async_save",
         )
         return PendingSnapshot(save)
+
+    def events(self) -> Generator[ManagerEvent, None, None]:
+        """See ``actorsnap.manager.CheckpointManager.events``. Blocks between events."""
+        return follow_sync(EventReader(self._body.events))
 
     def restore_latest(
         self,
@@ -170,9 +186,23 @@ class CheckpointManager(ManagerHandle):
         """See ``actorsnap.manager.CheckpointManager.prune``."""
         return run_sync(self._body.prune(keep, dry_run=dry_run), name="CheckpointManager.prune")
 
-    def delete(self, step: int, *, force: bool = False) -> None:
+    def delete(self, step: int | StepName, *, force: bool = False) -> None:
         """See ``actorsnap.manager.CheckpointManager.delete``."""
         run_sync(self._body.delete(step, force=force), name="CheckpointManager.delete")
+
+    def pin(self, step: int | StepName, reason: str, until: Until = None) -> Pin:
+        """See ``actorsnap.manager.CheckpointManager.pin``."""
+        return run_sync(
+            looking.pin(self._body.places, step, reason, until), name="CheckpointManager.pin"
+        )
+
+    def unpin(self, step: int | StepName | Pin, reason: str | None = None) -> None:
+        """See ``actorsnap.manager.CheckpointManager.unpin``."""
+        run_sync(looking.unpin(self._body.places, step, reason), name="CheckpointManager.unpin")
+
+    def record(self, step: int | StepName, metrics: Mapping[str, Any]) -> None:
+        """See ``actorsnap.manager.CheckpointManager.record``."""
+        run_sync(self._body.record(step, metrics), name="CheckpointManager.record")
 
     def wait(self) -> None:
         """See ``actorsnap.manager.CheckpointManager.wait``."""
@@ -180,4 +210,4 @@ class CheckpointManager(ManagerHandle):
 
     def close(self, timeout_s: float = 60.0) -> None:
         """See ``actorsnap.manager.CheckpointManager.close``."""
-        run_sync(self._body.close(timeout_s=timeout_s), name="CheckpointManager.close")
+        run_sync(self._own_body.close(timeout_s=timeout_s), name="CheckpointManager.close")

@@ -23,6 +23,7 @@ from actorsnap.format.manifest import (
     StoredChunk,
     TensorEntry,
 )
+from actorsnap.planning.packing import least_write_bytes
 from actorsnap.planning.restore import check_chunks
 
 
@@ -141,9 +142,8 @@ def split_writes(
         min_write_bytes: Smallest write, except for the last one.
         max_writes: None: no limit.
     """
-    enough = max(chunk_bytes - MAX_BLOCK_BYTES, min_write_bytes, 1)
-    if max_writes is not None:
-        enough = max(enough, -(-copied.size // max_writes))
+    least = least_write_bytes(copied.size, min_write_bytes=min_write_bytes, max_writes=max_writes)
+    enough = max(chunk_bytes - MAX_BLOCK_BYTES, least, 1)
     batch: list[ByteRange] = []
     for span in copied.spans():
         batch.append(span)

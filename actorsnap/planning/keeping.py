@@ -25,7 +25,7 @@ from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from typing import Literal, SupportsIndex
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import UsageError, name_methods
 from actorsnap.format.steps import StepName
 
 
@@ -84,6 +84,70 @@ def timeline(
         generation, limit = parent.generation, min(limit, parent.step)
     found = {name for name in names if name.step <= limits.get(name.generation, -1)}
     return sorted(found, key=lambda name: (name.generation, name.step))
+
+
+def unread_run(
+    names: Collection[StepName],
+    generations: Collection[int],
+    parents: Mapping[int, StepName | None],
+    *,
+    wanted: Collection[StepName],
+) -> int | None:
+    """Returns the run whose record must be read to find the newest wanted snapshot, if any.
+
+    So the end of a timeline of hundreds of runs is found by few reads.
+
+    Args:
+        names: As of ``timeline``.
+        generations: Those with a run record.
+        parents: Of the records that were read.
+    """
+    stored = {name.generation for name in names}
+    newest = max(stored, default=0)
+    generation, limit = newest, math.inf
+    for later in sorted([g for g in generations if g > newest], reverse=True):
+        if later not in parents:
+            return later
+        if parents[later] is not None:
+            generation = later
+            break
+    while generation and not any(n.generation == generation and n.step <= limit for n in wanted):
+        if generation in generations and generation not in parents:
+            return generation
+        parent = parents.get(generation)
+        if parent is None or parent.generation >= generation:
+            break
+        generation, limit = parent.generation, min(limit, parent.step)
+    return None
+
+
+def leftovers(
+    names: Collection[StepName],
+    intents: Collection[StepName],
+    *,
+    committed: Collection[StepName],
+    damaged: Collection[StepName],
+    generation: int,
+) -> set[StepName]:
+    """Returns the names of deletions and saves that did not end; a pass of a manager ends them.
+
+    A folder without a commit object goes if no later save can take its name: it is of an earlier
+    generation, or of an earlier step than the newest one of ``generation``. The intent of a
+    committed snapshot goes; what was judged may have changed.
+
+    Args:
+        names: Folders at the root, without saves in flight.
+        intents: Deletions that have begun.
+        damaged: Names whose commit object cannot be read.
+        generation: Of the manager.
+    """
+    stored = {*committed, *damaged}
+    own = [name.step for name in stored if name.generation == generation]
+    newest = (generation, max(own, default=-1))
+    unfinished = {
+        name for name in {*names, *intents} - stored if (name.generation, name.step) < newest
+    }
+    return unfinished | ({*intents} & {*committed})
 
 
 # Policies
@@ -282,28 +346,27 @@ def thinned(
 
 @dataclass(frozen=True, slots=True)
 class KeepNewerThan(KeepPolicy):
-    """Keeps steps that are at most ``age`` (seconds, or a timedelta) older than the newest one."""
+    """Keeps steps that are at most ``age`` older than the newest one."""
 
-    age: float | timedelta
+    age: timedelta
 
     def __post_init__(self) -> None:
-        is_number = isinstance(self.age, int | float) and not isinstance(self.age, bool)
-        if not (is_number or isinstance(self.age, timedelta)) or not 0 < self._age_s < math.inf:
+        # A number is refused: in a policy that deletes, 5 must not be seconds for one reader and
+        # days for another.
+        if not isinstance(self.age, timedelta) or self.age <= timedelta():
             raise UsageError(
-                f"keep.newer_than({self.age!r}): write seconds, or timedelta(days=2); more than 0"
+                f"keep.newer_than({self.age!r}) takes a timedelta of more than 0: write "
+                "keep.newer_than(timedelta(days=2))"
             )
-
-    @property
-    def _age_s(self) -> float:
-        return self.age.total_seconds() if isinstance(self.age, timedelta) else self.age
 
     def judge(self, steps: Sequence[StoredStep]) -> dict[StepName, str]:
         times = _times_of(steps)
-        reason = f"newer than {_text_of_seconds(self._age_s)}"
+        age_s = self.age.total_seconds()
+        reason = f"newer than {_text_of_seconds(age_s)}"
         return {
             step.name: reason
             for step, time_s in zip(steps, times, strict=True)
-            if times[-1] - time_s <= self._age_s
+            if times[-1] - time_s <= age_s
         }
 
 
@@ -325,7 +388,7 @@ Chosen = StoredStep | StepName | SupportsIndex
 
 @dataclass(frozen=True, slots=True)
 class KeepCustom(KeepPolicy):
-    """Keeps the steps that ``choose`` returns: steps, names or numbers.
+    """Keeps the steps that ``choose`` returns: steps, names or numbers, also of no stored step.
 
     ``choose`` gets the steps of the timeline, oldest first. It should choose a step for what the
     step is. A choice by position from the oldest (``steps[::2]``) takes more away at every pass,
@@ -371,6 +434,11 @@ class keep:
     newer_than = KeepNewerThan
     at = KeepAt
     custom = KeepCustom
+
+
+for _name, _policy in list(vars(keep).items()):
+    if isinstance(_policy, type):
+        name_methods(_policy, f"keep.{_name}")
 
 
 def _times_of(steps: Sequence[StoredStep]) -> list[float]:

@@ -366,21 +366,17 @@ def _distribute(items: Sequence[Item], members: list[int], count: int) -> list[l
 
 
 def _split_headers(items: Sequence[Item], members: list[int]) -> list[list[int]]:
-    # At most 12 bytes per character, 32 per offset or size, 128 for the rest of an entry.
-    bound = sum(12 * len(items[i].path) + 64 * len(items[i].shape) + 192 for i in members)
-    if bound <= MAX_HEADER_BYTES:
-        return [members] if members else []
     groups: list[list[int]] = [[]]
     cost = 0
     for index in members:
         item = items[index]
-        item_cost = header_cost(Slot(_name(item, 0), item.dtype, item.shape, item.nbytes))
-        if groups[-1] and cost + item_cost > MAX_HEADER_BYTES:
+        added = header_cost(item.path, len(item.shape))
+        cost += added
+        if cost > MAX_HEADER_BYTES and groups[-1]:
             groups.append([])
-            cost = 0
+            cost = added
         groups[-1].append(index)
-        cost += item_cost
-    return groups
+    return groups if members else []
 
 
 _Leaf: TypeAlias = tuple[int, int, int, ItemBox | None]

@@ -11,7 +11,7 @@ import msgspec
 from actorsnap.errors import FormatError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.compression import FRAME_BYTES
-from actorsnap.format.geometry import Box, contiguous_runs, covers_exactly
+from actorsnap.format.geometry import Box, c_strides, covers_exactly, extent_bytes
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import ObjectRecord, StoredChunk
 
@@ -168,8 +168,10 @@ def _reads_of(
 
 def _only_run(box: Box, part: Box) -> int | None:
     """Returns where ``part`` begins in the C order of ``box``; None if it is not one run."""
-    start, count = next(contiguous_runs(box.sizes, part.relative_to(box)))
-    return start if count == part.volume else None
+    inner = part.relative_to(box)
+    strides = c_strides(box.sizes)
+    start = sum([offset * stride for offset, stride in zip(inner.offsets, strides, strict=True)])
+    return start if extent_bytes(inner.sizes, strides, 1) == inner.volume else None
 
 
 def _whole_blocks(start: int, stop: int, nbytes: int, block_bytes: int) -> tuple[int, int]:

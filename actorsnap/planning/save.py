@@ -142,15 +142,13 @@ def _groups(
             raise ValueError(f"rank {rank} lists a scope twice")
     groups: list[_Group] = []
     complaints = _differing_globs(inventories)
-    repeated = _places_in_several_scopes(scopes, lists)
     for ranks, by_digest in scopes.items():
         undivided: Set[_Place] = frozenset()
         if ranks is not None:
             complaints += _differing_holders(ranks, by_digest, lists)
-            undivided = repeated
             if several:
-                listed = chain.from_iterable([_places(lists[digest]) for digest in by_digest])
-                undivided = undivided | {place for place in listed if place[0] in several}
+                listed = chain.from_iterable([lists[digest] for digest in by_digest])
+                undivided = {(i.path, i.offsets) for i in listed if i.path in several}
         if len(by_digest) > 1 or undivided:
             groups += _group_by_holders(by_digest, lists, undivided, complaints)
             continue
@@ -163,27 +161,6 @@ def _groups(
         "on all of them; replicated= must not match leaves that differ between ranks:",
     )
     return groups
-
-
-def _places(items: Iterable[Item]) -> set[_Place]:
-    return {(item.path, item.offsets) for item in items}
-
-
-def _places_in_several_scopes(
-    scopes: Mapping[tuple[int, ...] | None, Iterable[bytes]],
-    lists: Mapping[bytes, Sequence[Item]],
-) -> Set[_Place]:
-    """Returns the items in several scopes of some ranks, whose values may differ."""
-    partial = [digests for ranks, digests in scopes.items() if ranks]
-    if len(partial) < 2:
-        return frozenset()
-    seen: set[_Place] = set()
-    repeated: set[_Place] = set()
-    for digests in partial:
-        places = set().union(*[_places(lists[digest]) for digest in digests])
-        repeated |= seen & places
-        seen |= places
-    return repeated
 
 
 def _differing_globs(inventories: Sequence[Inventory]) -> list[str]:
@@ -205,14 +182,14 @@ def _differing_holders(
     for digest, indices in by_digest.items():
         strangers = sorted(indices.keys() - set(ranks))
         example = lists[digest][0].path if lists[digest] else ""
-        shared = f"{example!r} is shared by {named_ranks(ranks)}, says"
+        shared = f"{example!r} is shared by {named_ranks(ranks)}"
         if absent:
             complaints.append(
-                f"{shared} {named_ranks(sorted(indices))}, but {named_ranks(absent)} shares "
-                "nothing with them"
+                f"{shared} according to {named_ranks(sorted(indices))}, but {named_ranks(absent)} "
+                "shares nothing with them"
             )
         if strangers:
-            complaints.append(f"{shared} {named_ranks(strangers)}, which is none of them")
+            complaints.append(f"{shared}, but {named_ranks(strangers)} reports this as well")
     return complaints
 
 

@@ -141,10 +141,10 @@ def plan_shared_reads(interests: Sequence[ReadInterest], mode: ReadMode) -> list
         return read_directly("there is one rank")
     sets = _find_sets(interests)
     if not sets:
-        return read_directly(f"there is nothing that several of {num_ranks} ranks want alike")
+        return read_directly(f"no bytes are wanted by several of the {num_ranks} ranks")
     for rank, own in enumerate(interests):
         if own.obstacle:
-            return read_directly(f"what is read cannot be passed on: rank {rank}: {own.obstacle}")
+            return read_directly(f"rank {rank} cannot send bytes to others: {own.obstacle}")
     min_ranks = MIN_SHARING_RANKS if mode is ReadMode.AUTO else 2
     sharing = [each for each in sets if len(each.members) >= min_ranks]
     reason = _explain(sharing, [each for each in sets if len(each.members) < min_ranks], num_ranks)

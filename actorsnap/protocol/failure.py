@@ -245,6 +245,14 @@ def restore_aborted(
     return Failure.of(error, stage=stage, rank=rank)
 
 
+def save_aborted(
+    reason: str, stage: Stage, rank: int | None, cause: BaseException | None = None
+) -> Failure:
+    """Returns a failure that is raised as a ``SnapshotAborted``."""
+    causes = () if cause is None else encode(cause)
+    return Failure(reason=reason, stage=stage, rank=rank, causes=causes)
+
+
 def explain_loss(rank: int, silent_s: float) -> str:
     """Describes a rank that was silent for ``silent_s`` seconds; 0.0: it has left."""
     if not silent_s:

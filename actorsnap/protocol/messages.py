@@ -28,10 +28,12 @@ class CallKind(StrEnum):
     BEGIN_RUN = "CheckpointManager.save"
     RESTORE_LATEST = "CheckpointManager.restore_latest"
     RESTORE_STEP = "CheckpointManager.restore"
+    CLOSE = "CheckpointManager.close"
 
     @property
     def is_save(self) -> bool:
-        return self in (CallKind.TAKE, CallKind.ASYNC_TAKE)
+        """Whether a failure is a ``SnapshotAborted``."""
+        return self in (CallKind.TAKE, CallKind.ASYNC_TAKE, CallKind.BEGIN_RUN)
 
 
 class Label(msgspec.Struct, frozen=True, array_like=True):
@@ -140,5 +142,34 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, tag="X"):
     label: bytes = b""
 
 
-ToCoordinator: TypeAlias = Labelled | Arrived | Failed
-FromCoordinator: TypeAlias = AskLabel | Absent | Ask | Proceed | Repeat | Aborted
+class SaveWanted(msgspec.Struct, frozen=True, array_like=True, tag="w"):
+    """The rank wants a save (``protocol.agreement``). Outside of any call.
+
+    Attributes:
+        topic: See ``Invite``.
+        since: See ``protocol.agreement.Agreed``.
+        grace_s: Of a notice, from now; None: no limit.
+    """
+
+    rank: int
+    topic: bytes
+    reason: str
+    since: int
+    is_notice: bool = False
+    grace_s: float | None = None
+
+
+class Invite(msgspec.Struct, frozen=True, array_like=True, tag="I"):
+    """Take part in a call of one round, at once and outside the order of other calls.
+
+    Attributes:
+        topic: Digest of the purpose, equal on all ranks.
+        bound_s: Time after which rank 0 gives up.
+    """
+
+    topic: bytes
+    bound_s: float
+
+
+ToCoordinator: TypeAlias = Labelled | Arrived | Failed | SaveWanted
+FromCoordinator: TypeAlias = AskLabel | Absent | Ask | Proceed | Repeat | Aborted | Invite

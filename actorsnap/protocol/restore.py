@@ -47,7 +47,7 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
     unplaced: dict[str, tuple[str, ...]] = {}
 
 
-class Weighed(msgspec.Struct, frozen=True, array_like=True):
+class ReadCost(msgspec.Struct, frozen=True, array_like=True):
     """Cost of a rank's reads: bytes needed in its app state, bytes and requests to the storage."""
 
     bytes_needed: int
@@ -56,7 +56,7 @@ class Weighed(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RestoreTotals(msgspec.Struct, frozen=True, array_like=True):
-    ranks: tuple[Weighed, ...]
+    ranks: tuple[ReadCost, ...]
     missing: tuple[str, ...]
     unexpected: tuple[str, ...]
     mismatched: tuple[str, ...]
@@ -84,7 +84,7 @@ class RestoreDecisions:
         if round == 1:
             return self._on_compared(_decode(payloads, Comparison))
         if self._is_dry_run:
-            return self._on_weighed(_decode(payloads, Weighed))
+            return self._on_costs(_decode(payloads, ReadCost))
         if round <= self._read:
             return self._enter(Stage.READ if round < self._read else Stage.LOAD)
         return Continue(is_last=True)
@@ -113,7 +113,7 @@ class RestoreDecisions:
         self.stage = Stage.READ
         return Continue(payloads=dict(enumerate(map(msgspec.msgpack.encode, plans))))
 
-    def _on_weighed(self, ranks: Sequence[Weighed]) -> Continue:
+    def _on_costs(self, ranks: Sequence[ReadCost]) -> Continue:
         totals = RestoreTotals(tuple(ranks), *_merged(self._compared))
         return Continue(common=msgspec.msgpack.encode(totals), is_last=True)
 

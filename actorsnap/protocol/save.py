@@ -70,11 +70,11 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
     url: bytes
     fsync: bool
     rules: PackingRules
-    digest: bytes
-    plan: RankPlan | None
     save: SaveRecord
-    resumed: tuple[str, ...]
-    shares_objects: bool
+    resumed: tuple[str, ...] = ()
+    digest: bytes = b""
+    plan: RankPlan | None = None
+    shares_objects: bool = False
 
 
 class Token(msgspec.Struct, frozen=True, array_like=True):
@@ -168,32 +168,17 @@ class SaveDecisions:
     """Decides the rounds of one save; see ``actors.rounds.Decisions``.
 
     Args:
-        save: Repeated in each rank's manifest, by rank 0 with the metadata.
-        fsync: All data must be durable before the commit.
+        common: The fields that are equal on all ranks; only rank 0 gets the metadata in ``save``.
         memory: Of the previous save; no other save may use it.
     """
 
     def __init__(
-        self,
-        *,
-        attempt: str,
-        url: str,
-        save: SaveRecord,
-        release: str,
-        rules: PackingRules,
-        fsync: bool = True,
-        resumed: tuple[str, ...] = (),
-        memory: PlanCache | None = None,
+        self, common: Assignment, *, release: str, memory: PlanCache | None = None
     ) -> None:
         self.stage = Stage.JOIN
-        self.attempt = attempt
-        self.resumed = resumed
-        self._url = url
-        self._fsync = fsync
-        self._save = save
-        self._save_of_others = msgspec.structs.replace(save, metadata={})
+        self._common = common
+        self._save_of_others = msgspec.structs.replace(common.save, metadata={})
         self._release = release
-        self._rules = rules
         self._memory = memory or PlanCache()
         self._joined: dict[int, Joined] = {}
         self._sharded: dict[bytes, tuple[Sharded, ...]] = {}
@@ -215,7 +200,7 @@ class SaveDecisions:
         records = []
         for rank in sorted(payloads):
             stored = decode(payloads[rank], ManifestStored)
-            key = manifest_key(self.attempt, rank)
+            key = manifest_key(self._common.attempt, rank)
             records.append(ManifestRecord(key=key, size=stored.size, crc32c=stored.crc32c))
         return tuple(records)
 
@@ -268,27 +253,34 @@ class SaveDecisions:
             lists = [(ranks, self._sharded[digest]) for digest, ranks in holders.items() if digest]
             check_sharded(lists)
             self._memory.agreed, self._memory.several = holders, on_several_meshes(lists)
-        plan = self._plan = self._memory.plan(structures, self._rules)
+        plan = self._plan = self._memory.plan(structures, self._common.rules)
         self.stage = Stage.STORE
         alone = [rank for rank, own in enumerate(plan.ranks) if not own.is_shared]
         is_shared = len(alone) < len(plan.ranks)
         return Continue(
-            payloads={rank: encode(self._assignment(rank, plan)) for rank in self._joined},
+            payloads=self._assignments(plan),
             skips=dict.fromkeys(alone, 2) if is_shared else {},
             commits_next=not is_shared,
         )
 
+    def _assignments(self, plan: SavePlan) -> dict[int, bytes]:
+        """Encodes equal assignments once: in a large job most are."""
+        encoded: dict[tuple[bytes, bytes, bool], bytes] = {}
+        payloads: dict[int, bytes] = {}
+        for rank, joined in self._joined.items():
+            made_from = plan.digests[rank], joined.plan, rank == 0
+            if made_from not in encoded:
+                encoded[made_from] = encode(self._assignment(rank, plan))
+            payloads[rank] = encoded[made_from]
+        return payloads
+
     def _assignment(self, rank: int, plan: SavePlan) -> Assignment:
         is_known = self._joined[rank].plan == plan.digests[rank]
-        return Assignment(
-            attempt=self.attempt,
-            url=self._url.encode("utf-8", "surrogatepass"),
-            fsync=self._fsync,
-            rules=self._rules,
+        return msgspec.structs.replace(
+            self._common,
             digest=plan.digests[rank],
             plan=None if is_known else plan.ranks[rank],
-            save=self._save if rank == 0 else self._save_of_others,
-            resumed=self.resumed,
+            save=self._common.save if rank == 0 else self._save_of_others,
             shares_objects=plan.ranks[rank].is_shared,
         )
 

@@ -154,7 +154,7 @@ class Supervisor:
         self._num_failed_starts += self.state is _S.STARTING
         commands: list[SupervisorCommand] = []
         for number, save in list(self._saves.items()):
-            commands += self._bury(number, save, reason)
+            commands += self._on_process_lost(number, save, reason)
         if self._num_failed_starts >= _MAX_STARTS:
             self.state = _S.UNUSABLE
             return commands + self._give_up(reason)
@@ -163,7 +163,9 @@ class Supervisor:
             commands += self.start()
         return commands
 
-    def _bury(self, number: int, save: _Supervised, reason: str) -> list[SupervisorCommand]:
+    def _on_process_lost(
+        self, number: int, save: _Supervised, reason: str
+    ) -> list[SupervisorCommand]:
         if not save.is_sent:
             return []
         save.is_sent = False
@@ -196,7 +198,8 @@ class Supervisor:
                 reason=reason,
                 stage=Stage.CANCEL if is_cancelled else Stage.STORE,
                 rank=save.rank,
-                # The dead process may have committed; nobody has looked.
-                may_be_visible=bool(save.attempt),
+                # The dead process may have committed; this process has not looked. Of several
+                # ranks, rank 0 commits.
+                may_be_visible=bool(save.attempt) and (not save.is_shared or save.rank == 0),
             ),
         )

@@ -139,16 +139,16 @@ class EndReceived(_SaveFrame, frozen=True, tag="m"):
     item: bytes
 
 
-class AbsenceReported(_SaveFrame, frozen=True, tag="n"):
-    """Answers ``AnswerWanted``; see ``CoordinatorEnd.suspicion``."""
+Subject: TypeAlias = Literal["turn", "suspicion"]
+Answer: TypeAlias = bool | str | None
+"""The result of ``CommitTurn.wait`` or ``CoordinatorEnd.suspicion``."""
 
-    reason: str | None
 
+class Answered(_SaveFrame, frozen=True, tag="n"):
+    """Answers ``AnswerWanted``."""
 
-class TurnGiven(_SaveFrame, frozen=True, tag="t"):
-    """Answers ``AnswerWanted``; see ``CommitTurn.wait``."""
-
-    is_unanswered: bool
+    subject: Subject
+    answer: Answer
 
 
 class TakeOver(_SaveFrame, frozen=True, tag="T"):
@@ -172,14 +172,14 @@ class LeaveTeam(msgspec.Struct, frozen=True, array_like=True, tag="L"):
     team: int
 
 
-ToSave: TypeAlias = Staged | CancelSave | EndReceived | AbsenceReported | TurnGiven | TakeOver
+ToSave: TypeAlias = Staged | CancelSave | EndReceived | Answered | TakeOver
 ToProcess: TypeAlias = ToSave | BeginSave | Configure | LeaveTeam | AttemptsEnded | Alive
 
 
 class AnswerWanted(_SaveFrame, frozen=True, tag="q"):
-    """Asks for ``TurnGiven``, or for ``AbsenceReported``, before a commit."""
+    """Asks for ``Answered``, before a commit."""
 
-    subject: Literal["turn", "suspicion"]
+    subject: Subject
 
 
 class MessageSent(_SaveFrame, frozen=True, tag="m"):

@@ -30,16 +30,6 @@ _SEGMENT_BYTES = 1 << 28
 """Size of the first segment."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ArenaStatistics:
-    """Bytes of lent, free and pinned blocks; ``peak_bytes``: of lent and free ones together."""
-
-    lent_bytes: int
-    free_bytes: int
-    peak_bytes: int
-    pinned_bytes: int
-
-
 @dataclass(slots=True, eq=False)
 class _Block:
     """``offset`` is the place in the file, None if private."""
@@ -68,34 +58,29 @@ class Arena:
 
     Args:
         limit_bytes: Limit of lent and free blocks together; lent blocks alone may exceed it.
+
+    Attributes:
+        lent_bytes, free_bytes, pinned_bytes: Of such blocks.
+        peak_bytes: Of lent and free blocks together, at most so far.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
         self._lock = threading.Lock()
         self._free: dict[int, list[_Block]] = {}
-        self._free_bytes = 0
+        self.free_bytes = 0
         self._lent: dict[int, _Block] = {}
-        self._lent_bytes = 0
-        self._peak_bytes = 0
+        self.lent_bytes = 0
+        self.peak_bytes = 0
         self._file: int | None = None
         self._file_bytes = 0
         self._segments: dict[int, mmap.mmap] = {}
         self._is_forgotten = False
         self._is_closed = False
-        self._pinned_bytes = 0
+        self.pinned_bytes = 0
         self._pins = True
         # Ranges of the file without a block, by size.
         self._holes: dict[int, list[int]] = {}
-
-    def statistics(self) -> ArenaStatistics:
-        with self._lock:
-            return ArenaStatistics(
-                lent_bytes=self._lent_bytes,
-                free_bytes=self._free_bytes,
-                peak_bytes=self._peak_bytes,
-                pinned_bytes=self._pinned_bytes,
-            )
 
     def share(self) -> int:
         """Makes memory that is lent from now on shareable; returns the arena's file descriptor.
@@ -144,13 +129,13 @@ class Arena:
             blocks = self._free.get(size)
             if blocks:
                 block = blocks.pop()
-                self._free_bytes -= size
+                self.free_bytes -= size
             else:
-                if self._lent_bytes + self._free_bytes + size > self.limit_bytes:
+                if self.lent_bytes + self.free_bytes + size > self.limit_bytes:
                     self._drop_free()
                 block = self._make(size)
-            self._lent_bytes += size
-            self._peak_bytes = max(self._peak_bytes, self._lent_bytes + self._free_bytes)
+            self.lent_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.lent_bytes + self.free_bytes)
             view = block.view(nbytes)
             self._lent[id(view)] = block
         return view
@@ -170,12 +155,12 @@ class Arena:
         """Takes lent memory back. No other view of it may be in use."""
         with self._lock:
             block = self._lent.pop(id(view))
-            self._lent_bytes -= block.size
+            self.lent_bytes -= block.size
             is_shared = block.offset is not None
-            fits = self._lent_bytes + self._free_bytes + block.size <= self.limit_bytes
+            fits = self.lent_bytes + self.free_bytes + block.size <= self.limit_bytes
             if fits and not self._is_closed and is_shared == (self._file is not None):
                 self._free.setdefault(block.size, []).append(block)
-                self._free_bytes += block.size
+                self.free_bytes += block.size
             else:
                 self._drop(block)
 
@@ -198,7 +183,7 @@ class Arena:
             return
         block.pinner = pinner
         with self._lock:
-            self._pinned_bytes += block.size
+            self.pinned_bytes += block.size
 
     def warm_up(self, sizes: Iterable[int], pinner: Pinner | None = None) -> None:
         """Touches blocks for simultaneous loans of these sizes, up to the limit. Blocks.
@@ -209,7 +194,7 @@ class Arena:
         views: list[memoryview] = []
         try:
             for size in sizes:
-                if self._lent_bytes + block_bytes(size) > self.limit_bytes:
+                if self.lent_bytes + block_bytes(size) > self.limit_bytes:
                     break
                 view = self.allocate(size)
                 views.append(view)
@@ -229,7 +214,7 @@ class Arena:
             for block in blocks:
                 self._drop(block)
         self._free.clear()
-        self._free_bytes = 0
+        self.free_bytes = 0
 
     def _drop(self, block: _Block) -> None:
         if self._is_forgotten:
@@ -238,7 +223,7 @@ class Arena:
             # Unpinned first: the device must not reach reused pages.
             block.pinner.unpin(block.address)
             block.pinner = None
-            self._pinned_bytes -= block.size
+            self.pinned_bytes -= block.size
         if block.offset is None:
             return  # unmapped with its last view
         # The file keeps the pages until they are removed.

@@ -85,19 +85,16 @@ def compare(
     return comparer.compared
 
 
+@dataclass(eq=False, repr=False)
 class _Comparer:
-    def __init__(
-        self,
-        index: Index,
-        app_state: AppState,
-        states: Mapping[str, Any],
-        rank: int,
-        options: Options,
-    ) -> None:
-        self._index = index
-        self._app_state = app_state
-        self._rank = rank
-        self._options = options
+    index: Index
+    app_state: AppState
+    states: Mapping[str, Any]
+    rank: int
+    options: Options
+
+    def __post_init__(self) -> None:
+        index, app_state, states, options = self.index, self.app_state, self.states, self.options
         self._entries = entries_by_key(index.entries)
         self._private: dict[str, list[str]] = {}
         for path in index.held_by_other_ranks:
@@ -116,7 +113,7 @@ class _Comparer:
         }
 
     def compare(self, key: str) -> None:
-        compared, stateful = self.compared, self._app_state[key]
+        compared, stateful = self.compared, self.app_state[key]
         private = self._private.get(escape(key), [])
         if isinstance(stateful, RNGState) and self._must_keep(key, private):
             return
@@ -167,7 +164,7 @@ class _Comparer:
         """
         parts = self.compared.parts
         # load_state_dict copies into the module's own memory: the last one wins.
-        in_modules = [key for key in parts if isinstance(self._app_state[key], torch.nn.Module)]
+        in_modules = [key for key in parts if isinstance(self.app_state[key], torch.nn.Module)]
         others = [key for key in parts if key not in in_modules]
         fixed = [each for key in in_modules for each in parts[key].memory.destinations]
         destinations = [each for key in others for each in parts[key].memory.destinations]
@@ -193,14 +190,14 @@ class _Comparer:
             escape(key),
             self._entries[key],
             target=None if is_fresh else self._states[key],
-            allow_pickle=self._options.allow_pickle,
-            matching=Matching.KEYS if is_fresh else matching_of(self._app_state[key]),
+            allow_pickle=self.options.allow_pickle,
+            matching=Matching.KEYS if is_fresh else matching_of(self.app_state[key]),
             unshared=unshared,
-            world_size=self._index.world_size,
+            world_size=self.index.world_size,
         )
 
     def _must_keep(self, key: str, private: Sequence[str]) -> bool:
-        index, rank = self._index, self._rank
+        index, rank = self.index, self.rank
         is_private = rank >= index.world_size and not all(
             getattr(entry, "replicated", True) for entry in self._entries.get(key, ())
         )
@@ -216,12 +213,12 @@ class _Comparer:
 
     def _explain_private(self, key: str, paths: Sequence[str]) -> list[str]:
         """Returns a line per set of ranks with wanted private leaves."""
-        index = self._index
+        index = self.index
         by_ranks: dict[tuple[int, ...], list[str]] = {}
         for path in paths:
             by_ranks.setdefault(index.held_by_other_ranks[path], []).append(path)
         return [
-            f"{escape(key)}: rank {self._rank} wants what {named_ranks(ranks)} of "
+            f"{escape(key)}: rank {self.rank} wants what {named_ranks(ranks)} of "
             f"{index.world_size} saved, each for itself: {', '.join(own[:3])}"
             f"{', ...' if len(own) > 3 else ''}. Only the same rank gets it back. If it is equal "
             "on all ranks, name it in replicated=[...] at the next take; else leave the key out, "

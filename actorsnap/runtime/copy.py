@@ -11,7 +11,8 @@ attempt, whose claim protects the copied one and lists its complete objects for 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from enum import StrEnum
 
 import anyio
@@ -19,7 +20,8 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.actors.commit import commit_alone
-from actorsnap.actors.snapshot_reader import find_commit, read_intact
+from actorsnap.actors.items import Pace
+from actorsnap.actors.snapshot_reader import find_commit, missing_is_damage, read_intact
 from actorsnap.errors import (
     ChecksumMismatch,
     FormatError,
@@ -43,9 +45,10 @@ from actorsnap.planning.copy import (
     reusable,
     split_writes,
 )
+from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.copy_claim import CopyClaim, naming_side
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import Location
+from actorsnap.runtime.location import Location, check_flag
 from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts, find_claims
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.source import OpenSource, Source, opened_storage
@@ -111,8 +114,41 @@ def copy(
     *,
     overwrite: bool,
     on_event: Callable[[CopyEvent], object] | None = None,
+    pace: Pace | None = None,
+    progress: bool = False,
 ) -> Script[CopyReport]:
-    """Copies a snapshot. Calls ``on_event`` on worker threads, one at a time."""
+    """Copies a snapshot. Calls ``on_event`` on worker threads, one at a time.
+
+    Args:
+        pace: Paces the chunks.
+    """
+    check_flag("progress", progress)
+    latest = CopyEvent(kind=CopyEventKind.BEGUN)
+
+    def note(event: CopyEvent) -> None:
+        nonlocal latest
+        latest = event
+        if on_event is not None:
+            on_event(event)
+
+    script = _copy(source, to, overwrite, note if progress else on_event, pace)
+    return (
+        yield from shown(
+            script,
+            lambda: [Amount("copying", latest.done_bytes, latest.total_bytes)],
+            source.location.display_url,
+            is_on=progress,
+        )
+    )
+
+
+def _copy(
+    source: Source,
+    to: Location,
+    overwrite: bool,
+    on_event: Callable[[CopyEvent], object] | None,
+    pace: Pace | None,
+) -> Script[CopyReport]:
 
     async def step(host: Host) -> CopyReport:
         copier = host.resources.attempts.new()
@@ -120,7 +156,7 @@ def copy(
             async with source.opened(host, "copy") as opened:
                 errands = opened.errands
                 async with opened_storage(host, to, errands, scratch=str(copier)) as target:
-                    job = _Copy(opened, target, str(copier), on_event)
+                    job = _Copy(opened, target, str(copier), on_event, pace)
                     return await errands.run(job.run, overwrite)
         finally:
             host.resources.attempts.end(copier)
@@ -129,21 +165,17 @@ def copy(
     return report
 
 
+@dataclass(eq=False, repr=False)
 class _Copy:
-    def __init__(
-        self,
-        opened: OpenSource,
-        target: Storage,
-        copier: str,
-        on_event: Callable[[CopyEvent], object] | None,
-    ) -> None:
-        self._opened = opened
-        self._host = opened.host
-        self._storage = opened.storage
-        self._target = target
-        self._copier = copier
-        self._errands = opened.errands
-        self._on_event = on_event
+    opened: OpenSource
+    target: Storage
+    copier: str
+    on_event: Callable[[CopyEvent], object] | None
+    pace: Pace | None
+
+    def __post_init__(self) -> None:
+        opened = self.opened
+        self._host, self._storage, self._errands = opened.host, opened.storage, opened.errands
         self._reporting = anyio.Lock()
         self._attempt = ""  # these two are set by ``run``
         self._claim: CopyClaim
@@ -161,12 +193,10 @@ class _Copy:
             ActorSnapError: nothing was committed; a later copy may resume.
         """
         with self._reading():
-            commit, manifests = await self._opened.source.index(self._opened.reader)
+            commit, manifests = await self.opened.source.index(self.opened.reader)
             plan = await self._host.run_blocking(plan_copy, commit, manifests)
         self._attempt = commit.attempt
-        self._claim = CopyClaim(
-            self._host, self._target, self._copier, commit.attempt, self._errands
-        )
+        self._claim = CopyClaim(self._host, self.target, self.copier, commit.attempt, self._errands)
         there = CopyReport(attempt=commit.attempt, was_there=True)
         if await self._is_there(commit, plan, overwrite):
             return there
@@ -210,15 +240,15 @@ class _Copy:
         await self._copy_all(plan.manifests, kept)
         await self._check_complete(plan)
         replaced, was_vacant = await self._commit(commit, overwrite)
-        logger.info("%s: committed a copy of %s", self._target.url, self._storage.url)
+        logger.info("%s: committed a copy of %s", self.target.url, self._storage.url)
 
         async def collect() -> None:
             for copier in earlier.copies[self._attempt]:
-                if copier != self._copier:
-                    await self._target.delete_folder(copier)
+                if copier != self.copier:
+                    await self.target.delete_folder(copier)
             await collect_garbage(
                 self._host,
-                self._target,
+                self.target,
                 committed=self._attempt,
                 superseded=replaced,
                 was_vacant=was_vacant,
@@ -238,7 +268,7 @@ class _Copy:
         what = "another snapshot is committed there"
         try:
             with self._writing():
-                older = await find_commit(self._target)
+                older = await find_commit(self.target)
             if older is None:
                 return False
             if older.attempt == commit.attempt:
@@ -253,7 +283,7 @@ class _Copy:
             raise ObjectExists(
                 op="copy",
                 key=COMMIT_KEY,
-                backend=self._target.url,
+                backend=self.target.url,
                 detail=f"{what}. Copy to another path, delete it, or pass overwrite=True (on the "
                 "command line --overwrite): it stays valid until the copy is committed",
             )
@@ -271,7 +301,7 @@ class _Copy:
         raise ObjectExists(
             op="copy",
             key=COMMIT_KEY,
-            backend=self._target.url,
+            backend=self.target.url,
             detail=f"{what}. Delete it there (`actorsnap rm`) and copy again, or copy to another "
             "path",
         )
@@ -282,8 +312,8 @@ class _Copy:
             return False
         with self._writing():
             # The first claim is enough.
-            for owner in await find_attempts(self._target):
-                claims = await find_claims(self._target, [owner])
+            for owner in await find_attempts(self.target):
+                claims = await find_claims(self.target, [owner])
                 if self._attempt in claims.copies:
                     return False
         return True
@@ -296,7 +326,7 @@ class _Copy:
         """
         found = await self._sizes()
         claims = earlier.copies[self._attempt]
-        others = [info for name, info in claims.items() if name != self._copier]
+        others = [info for name, info in claims.items() if name != self.copier]
         if found and not others:
             await self._errands.clean_up(self._claim.withdraw)
             raise self._claim.refused(_UNCLAIMED)
@@ -306,13 +336,13 @@ class _Copy:
             noted: list[str] = []
             for info in others:
                 try:
-                    noted += decode_copy_claim(await self._target.get(info.key))
+                    noted += decode_copy_claim(await self.target.get(info.key))
                 except ObjectNotFound:
-                    logger.debug("%s: %s is gone", self._target.url, info.key)
+                    logger.debug("%s: %s is gone", self.target.url, info.key)
             kept = reusable(plan, found, noted)
             # Some keys are not listed, but may exist partially.
             keys = dict.fromkeys([*found, *(copied.key for copied in plan.objects)])
-            await self._target.delete([key for key in keys if key not in kept])
+            await self.target.delete([key for key in keys if key not in kept])
         # The next resume needs these, too.
         self._claim.add(kept)
         return kept
@@ -330,7 +360,7 @@ class _Copy:
             raise StorageError(
                 op="copy",
                 key=lacking,
-                backend=self._target.url,
+                backend=self.target.url,
                 detail="the object was deleted or changed before the copy was committed",
             )
         self._claim.check_renewed()
@@ -342,7 +372,7 @@ class _Copy:
 
     async def _sizes(self) -> dict[str, int]:
         with self._writing():
-            listed = self._target.list(f"{self._attempt}/")
+            listed = self.target.list(f"{self._attempt}/")
             return {info.key: info.size async for info in listed}
 
     async def _commit(self, commit: Commit, overwrite: bool) -> tuple[list[str], bool]:
@@ -357,12 +387,12 @@ class _Copy:
             with self._writing():
                 if overwrite:
                     try:
-                        older = await find_commit(self._target)
+                        older = await find_commit(self.target)
                         replaced = [older.attempt] if older is not None else []
                         was_vacant = older is None
                     except ChecksumMismatch:
-                        logger.info("%s: replacing a damaged snapshot", self._target.url)
-                await commit_alone(self._target, commit, overwrite=overwrite)
+                        logger.info("%s: replacing a damaged snapshot", self.target.url)
+                await commit_alone(self.target, commit, overwrite=overwrite)
         except ObjectExists:
             await self._errands.clean_up(self._discard)
             raise
@@ -371,7 +401,7 @@ class _Copy:
     async def _discard(self) -> None:
         """Deletes attempt and claim."""
         self._claim.clear()
-        await self._target.delete_folder(self._attempt)
+        await self.target.delete_folder(self._attempt)
         await self._claim.withdraw()
 
     async def _copy_all(self, objects: Sequence[ObjectCopy], kept: frozenset[str]) -> None:
@@ -384,15 +414,15 @@ class _Copy:
                 self._copied.append(copied)
                 await self._report_event(CopyEventKind.COPIED, copied.key, copied.size)
 
-        at_once = self._target.capabilities.preferred_parallel_objects
+        at_once = self.target.capabilities.preferred_parallel_objects
         await for_each(objects, perform, at_once=at_once)
 
     async def _copy_one(self, copied: ObjectCopy, *, is_left: bool) -> None:
         with self._writing():
             if is_left:
                 self._claim.remove(copied.key)
-                await self._target.delete([copied.key])
-            writer = await self._target.writer(copied.key, copied.size)
+                await self.target.delete([copied.key])
+            writer = await self.target.writer(copied.key, copied.size)
         moved_bytes = 0
 
         async def move(spans: tuple[ByteRange, ...]) -> None:
@@ -418,7 +448,7 @@ class _Copy:
             nbytes = spans[-1].stop - spans[0].start
             with await self._host.resources.budget.lease(nbytes) as lease:
                 with self._writing():
-                    await self._read(self._target, copied, spans, lease.view)
+                    await self._read(self.target, copied, spans, lease.view)
 
         is_whole = True
         try:
@@ -432,7 +462,7 @@ class _Copy:
         self, copied: ObjectCopy, perform: Callable[[tuple[ByteRange, ...]], Awaitable[None]]
     ) -> None:
         """Calls ``perform`` for each write, several at a time."""
-        limits = self._target.capabilities
+        limits = self.target.capabilities
         writes = split_writes(
             copied,
             chunk_bytes=self._chunk_bytes,
@@ -444,18 +474,21 @@ class _Copy:
             async with self._moving:
                 await perform(spans)
 
-        await for_each(writes, in_turn, at_once=self._opened.source.options.num_uploaders)
+        await for_each(writes, in_turn, at_once=self.opened.source.options.num_uploaders)
 
     async def _move(
         self, copied: ObjectCopy, spans: tuple[ByteRange, ...], writer: ObjectWriter
     ) -> None:
         start = spans[0].start
         nbytes = spans[-1].stop - start
+        # The memory first: a chunk that waits for memory would prolong the burst of the uploaders,
+        # and these may hold the memory until the burst ends.
         with await self._host.resources.budget.lease(nbytes) as lease:
-            with self._reading():
-                checksum = await self._read(self._storage, copied, spans, lease.view)
-            with self._writing():
-                await writer.write_at(start, [lease.view], checksum)
+            async with self._working():
+                with self._reading():
+                    checksum = await self._read(self._storage, copied, spans, lease.view)
+                with self._writing():
+                    await writer.write_at(start, [lease.view], checksum)
         await self._report_event(CopyEventKind.MOVED, copied.key, nbytes)
 
     async def _read(
@@ -471,15 +504,13 @@ class _Copy:
             await storage.read_into(copied.key, spans[0].start, [view])
             return await self._errands.run_blocking(_verify_spans, copied.key, spans, view)
 
-        try:
+        with missing_is_damage(copied.key):
             return await read_intact(storage, read)
-        except ObjectNotFound as error:
-            raise ChecksumMismatch(key=copied.key, detail="the object is missing") from error
 
     async def _report_event(self, kind: CopyEventKind, key: str = "", nbytes: int = 0) -> None:
         if kind in (CopyEventKind.MOVED, CopyEventKind.SKIPPED):
             self._done_bytes += nbytes
-        if self._on_event is None:
+        if self.on_event is None:
             return
         async with self._reporting:
             event = CopyEvent(
@@ -490,20 +521,23 @@ class _Copy:
                 total_bytes=self._total_bytes,
             )
             try:
-                await self._host.run_blocking(call_user_code, self._on_event, event)
+                await self._host.run_blocking(call_user_code, self.on_event, event)
             except Exception as error:
                 error.add_note("actorsnap: on_event of the copy raised this")
                 raise
+
+    def _working(self) -> AbstractAsyncContextManager[object]:
+        return nullcontext() if self.pace is None else self.pace.working()
 
     def _reading(self) -> AbstractContextManager[None]:
         return naming_side("the copy's source", self._storage.url)
 
     def _writing(self) -> AbstractContextManager[None]:
-        return naming_side("the copy's destination", self._target.url)
+        return naming_side("the copy's destination", self.target.url)
 
     def _incomplete(self, key: str, what: str) -> StorageError:
         detail = f"only {what} were copied, and nothing failed"
-        return StorageError(op="copy", key=key, backend=self._target.url, detail=detail)
+        return StorageError(op="copy", key=key, backend=self.target.url, detail=detail)
 
 
 def _verify_spans(key: str, spans: tuple[ByteRange, ...], view: memoryview) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 
 import anyio
 
@@ -27,6 +28,7 @@ _LOOK_S = 0.5
 """Interval of looking for the end of another copy or a collection."""
 
 
+@dataclass(eq=False, repr=False)
 class CopyClaim:
     """The claim of a copy on ``attempt``.
 
@@ -34,14 +36,13 @@ class CopyClaim:
         copier: The attempt with the claim in its folder.
     """
 
-    def __init__(
-        self, host: Host, target: Storage, copier: str, attempt: str, errands: AbandonableTasks
-    ) -> None:
-        self.copier = copier
-        self._host = host
-        self._target = target
-        self._attempt = attempt
-        self._errands = errands
+    host: Host
+    target: Storage
+    copier: str
+    attempt: str
+    errands: AbandonableTasks
+
+    def __post_init__(self) -> None:
         self._stored: set[str] = set()
         self._noted: frozenset[str] = frozenset()
         self._has_news = anyio.Event()
@@ -70,8 +71,8 @@ class CopyClaim:
         async with self._renewing:
             begun_s, stored = anyio.current_time(), frozenset(self._stored)
             with self._writing():
-                key = copy_claim_key(self.copier, self._attempt)
-                await self._target.put(key, [memoryview(encode_copy_claim(stored))])
+                key = copy_claim_key(self.copier, self.attempt)
+                await self.target.put(key, [memoryview(encode_copy_claim(stored))])
             self._renewed_s, self._noted = begun_s, stored
 
     async def keep(self) -> None:
@@ -91,7 +92,7 @@ class CopyClaim:
             )
 
     async def withdraw(self) -> None:
-        await self._target.delete_folder(self.copier)
+        await self.target.delete_folder(self.copier)
 
     async def take_turn(self) -> Claims:
         """Waits for collections; ensures that no other copy writes the attempt.
@@ -104,8 +105,8 @@ class CopyClaim:
         """
         while True:
             with self._writing():
-                claims = await find_claims(self._target, await find_attempts(self._target))
-            copiers = claims.copies.get(self._attempt, {})
+                claims = await find_claims(self.target, await find_attempts(self.target))
+            copiers = claims.copies.get(self.attempt, {})
             mine = copiers.get(self.copier)
             if mine is None:
                 raise self.refused("the claim of this copy was deleted", retryable=True)
@@ -116,7 +117,7 @@ class CopyClaim:
             ]
             rivals = await self._alive(fresh)
             if any(rival < self.copier for rival in rivals):
-                await self._errands.clean_up(self.withdraw)
+                await self.errands.clean_up(self.withdraw)
                 raise self.refused(
                     f"another copy of this snapshot to there is under way ({rivals[0]}). Wait for "
                     "it; if it died on another machine, try again in a few minutes",
@@ -127,20 +128,20 @@ class CopyClaim:
             await anyio.sleep(_LOOK_S)
 
     async def _alive(self, attempts: Sequence[str]) -> list[str]:
-        dead = await find_collectable(self._host, attempts)
+        dead = await find_collectable(self.host, attempts)
         return [name for name in attempts if name not in dead]
 
     def refused(self, detail: str, *, retryable: bool = False) -> StorageError:
         return StorageError(
             op="copy",
-            key=self._attempt,
-            backend=self._target.url,
+            key=self.attempt,
+            backend=self.target.url,
             detail=detail,
             retryable=retryable,
         )
 
     def _writing(self) -> AbstractContextManager[None]:
-        return naming_side("the copy's destination", self._target.url)
+        return naming_side("the copy's destination", self.target.url)
 
 
 @contextmanager

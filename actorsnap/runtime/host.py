@@ -29,7 +29,7 @@ import actorsnap.transport.store  # noqa: F401
 from actorsnap.actors.abandonable import first_error
 from actorsnap.errors import UsageError, text_of
 from actorsnap.log import Log
-from actorsnap.runtime.pool import WorkerPool
+from actorsnap.runtime.pool import Job, WorkerPool
 from actorsnap.runtime.process import host_id, usable_cores
 from actorsnap.runtime.resources import Resources
 from actorsnap.storage.base import ends_this_task
@@ -214,7 +214,7 @@ class Host:
         return await self._run(self._bulk.submit_waiting, fn, args)
 
     async def _run(
-        self, submit: Callable[..., None], fn: Callable[..., T], args: tuple[Any, ...]
+        self, submit: Callable[[Job], None], fn: Callable[..., T], args: tuple[Any, ...]
     ) -> T:
         await anyio.lowlevel.checkpoint_if_cancelled()
         future: asyncio.Future[T] = self._loop.create_future()
@@ -233,7 +233,7 @@ class Host:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(settle, result, error)
 
-        submit(fn, args, done)
+        submit((fn, args, done))
         if not self._is_relieving:
             self._is_relieving = True
             self._loop.call_later(_RELIEF_S, self._relieve)

@@ -16,13 +16,6 @@ _PREFIX_BYTES = 4
 _READ_BYTES = 1 << 18
 
 
-class LinkStatistics(msgspec.Struct):
-    sent_bytes: int = 0
-    sent_frames: int = 0
-    received_bytes: int = 0
-    received_frames: int = 0
-
-
 class Link(Generic[In, Out]):
     """One end of the connection, which it owns. On one event loop only.
 
@@ -38,15 +31,16 @@ class Link(Generic[In, Out]):
         self._received = bytearray()
         self._outgoing = bytearray()
         self._has_outgoing = anyio.Event()
-        self.statistics = LinkStatistics()
+        self.sent_bytes = self.sent_frames = 0
+        self.received_bytes = self.received_frames = 0
 
     def send(self, frame: Out) -> None:
         """Queues a small frame for ``flush_forever``. Never waits."""
         data = self._encoder.encode(frame)
         self._outgoing += len(data).to_bytes(_PREFIX_BYTES, "big")
         self._outgoing += data
-        self.statistics.sent_bytes += _PREFIX_BYTES + len(data)
-        self.statistics.sent_frames += 1
+        self.sent_bytes += _PREFIX_BYTES + len(data)
+        self.sent_frames += 1
         self._has_outgoing.set()
 
     async def flush_forever(self) -> None:
@@ -81,8 +75,8 @@ class Link(Generic[In, Out]):
                 end = _PREFIX_BYTES + wanted
                 frame: In = self._decoder.decode(self._received[_PREFIX_BYTES:end])
                 del self._received[:end]
-                self.statistics.received_frames += 1
-                self.statistics.received_bytes += end
+                self.received_frames += 1
+                self.received_bytes += end
                 return frame
             await anyio.wait_readable(self._socket)
             try:

@@ -7,6 +7,7 @@ import logging
 import time
 import traceback
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass
 
 import anyio
 import anyio.abc
@@ -26,6 +27,7 @@ from actorsnap.errors import (
     SnapshotAborted,
     StorageError,
     UnsupportedFormat,
+    set_cause,
 )
 from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_of
@@ -59,6 +61,7 @@ class _CommittedBefore(Exception):
     """A dead process' attempt has committed the save."""
 
 
+@dataclass(eq=False, repr=False)
 class LocalEngine:
     """Makes a save in this process. See ``Engine``.
 
@@ -71,28 +74,20 @@ class LocalEngine:
         cause: The exception for a ``captured`` failure.
     """
 
-    _errands: AbandonableTasks
-    _deadline: float
+    save: Save
+    captured: Captured | Failure | None
+    _: KW_ONLY
+    copies: bool
+    ends: RelayedEnds | None = None
+    staging: Staging | None = None
+    previous_attempt: str = ""
+    cause: BaseException | None = None
 
-    def __init__(
-        self,
-        save: Save,
-        captured: Captured | Failure,
-        *,
-        copies: bool,
-        ends: RelayedEnds | None = None,
-        staging: Staging | None = None,
-        previous_attempt: str = "",
-        cause: BaseException | None = None,
-    ) -> None:
-        self._save = save
+    def __post_init__(self) -> None:
+        save = self.save
         self._host = save.host
-        self._captured: Captured | Failure | None = captured
-        self._copies = copies
-        self._ends = ends
-        self._staging = staging
-        self._previous_attempt = previous_attempt
-        self._cause = cause
+        self._errands: AbandonableTasks  # these two are set by ``run``
+        self._deadline: float
         self._resumed: tuple[str, ...] = ()
         # Rank 0's; the coordinator sends it.
         self._attempt = save.host.resources.attempts.new() if save.rank == 0 else None
@@ -118,7 +113,7 @@ class LocalEngine:
         self._end_attempt()
 
     async def run(self, tasks: anyio.abc.TaskGroup) -> None:
-        save = self._save
+        save = self.save
         self._deadline = anyio.current_time() + save.request.left_s
         self._errands = AbandonableTasks(
             tasks,
@@ -128,47 +123,47 @@ class LocalEngine:
             on_retry=save.observation.on_retry,
             deadline=self._deadline,
         )
-        self._ended_before = self._host.resources.attempts.all_ended()
+        self._ended_before = self._host.resources.attempts.ended()
         await save.leave_gil_to_caller()
         if save.cancel_reason is not None:
-            self._captured = Failure(reason=save.cancel_reason, stage=Stage.CANCEL, rank=save.rank)
+            self.captured = Failure(reason=save.cancel_reason, stage=Stage.CANCEL, rank=save.rank)
         try:
             await self._make()
         except BaseException as error:
-            self._captured = None
+            self.captured = None
             if not save.is_committed:
                 self._note_error(error)
             raise
 
     def _note_error(self, error: BaseException) -> None:
         if isinstance(error, Exception):
-            # A caller that still waits gets the error. Later, nobody may ask for it.
-            is_expected = not (self._copies and self._save.eager_staged.done()) or (
+            # A caller that still waits gets the error. Later, it may never ask.
+            is_expected = not (self.copies and self.save.eager_staged.done()) or (
                 isinstance(error, SnapshotAborted) and error.stage == Stage.CANCEL
             )
             level = logging.DEBUG if is_expected else logging.ERROR
-            self._log(level, "%s: %s", self._save.label, error, **_where(error))
+            self._log(level, "%s: %s", self.save.label, error, **_where(error))
         if not (isinstance(error, SnapshotAborted) and error.may_be_committed):
             self._end_attempt()
 
     def _end_attempt(self) -> None:
         if self._attempt is not None:
             self._host.resources.attempts.end(self._attempt)
-            if not self._save.is_committed and self._storage is not None:
+            if not self.save.is_committed and self._storage is not None:
                 self._host.resources.attempts.discard(self._storage.url, str(self._attempt))
 
     def _log(self, level: int, message: str, *args: object, **fields: object) -> None:
-        save = self._save
+        save = self.save
         whose = {"snapshot": save.url, "attempt": save.attempt, "rank": save.rank}
         logger.log(level, message, *args, stacklevel=2, extra={**whose, **fields})
 
     def _log_totals(self) -> None:
-        seconds, done = time.monotonic() - self._begun_s, self._save.board.latest
+        seconds, done = time.monotonic() - self._begun_s, self.save.board.latest
         staged_s = seconds if self._staged_s is None else self._staged_s
         self._log(
             logging.INFO,
             "%s: committed, %.1f MiB in %.2f s, staged after %.2f s",
-            self._save.label,
+            self.save.label,
             done.total_bytes / (1 << 20),
             seconds,
             staged_s,
@@ -181,10 +176,10 @@ class LocalEngine:
         )
 
     async def _make(self) -> None:
-        save = self._save
+        save = self.save
         fsync = save.options.fsync
         try:
-            if save.rank == 0 and not isinstance(self._captured, Failure):
+            if save.rank == 0 and not isinstance(self.captured, Failure):
                 try:
                     fsync = await self._prepare()
                 except _CommittedBefore:
@@ -193,7 +188,7 @@ class LocalEngine:
                 except ActorSnapError as error:
                     if save.membership is None:
                         raise
-                    self._captured = Failure.of_save(error, stage=Stage.JOIN, rank=0)
+                    self.captured = Failure.of_save(error, stage=Stage.JOIN, rank=0)
             committer = await self._run_actors(fsync=fsync)
             save.commit()
             # Later saves collect this attempt's garbage.
@@ -209,7 +204,7 @@ class LocalEngine:
 
     async def _prepare(self) -> bool:
         """Opens and checks the storage; returns whether the save must be durable."""
-        fsync = self._save.options.fsync
+        fsync = self.save.options.fsync
         self._storage = storage = await self._open(fsync=fsync)
         older = await self._find_older_in_time(storage)
         if older is not None and older.fsync and not fsync:
@@ -222,24 +217,24 @@ class LocalEngine:
     async def _open(self, *, fsync: bool) -> Storage:
         return await open_location(
             self._host,
-            self._save.location,
+            self.save.location,
             fsync=fsync,
             run_blocking=self._errands.run_blocking,
-            scratch=self._save.attempt,
+            scratch=self.save.attempt,
             on_retry=self._errands.note_retry,
         )
 
     async def _open_assigned(self, assignment: Assignment) -> Storage:
-        self._save.attempt = assignment.attempt
+        self.save.attempt = assignment.attempt
         if self._storage is None:
             url = assignment.url.decode("utf-8", "surrogatepass")
-            if url != self._save.location.url:
-                self._save.move(url)
+            if url != self.save.location.url:
+                self.save.move(url)
             self._storage = await self._open(fsync=assignment.fsync)
         return self._storage
 
     async def _find_older_in_time(self, storage: Storage) -> Commit | None:
-        save = self._save
+        save = self.save
         try:
             with anyio.CancelScope(deadline=self._deadline) as self._scope:
                 if save.cancel_reason is None:
@@ -264,7 +259,7 @@ class LocalEngine:
 
     async def _find_older(self, storage: Storage) -> Commit | None:
         """Returns the intact commit to replace, if any; finds attempts to resume."""
-        save, request = self._save, self._save.request
+        save, request = self.save, self.save.request
         what, older = "a snapshot is committed", None
         try:
             if request.overwrite:
@@ -273,7 +268,7 @@ class LocalEngine:
                 # Both names at once: usually neither exists.
                 older = (await read_commits(storage)).valid()
             exists = older is not None
-            if older is not None and older.attempt == self._previous_attempt:
+            if older is not None and older.attempt == self.previous_attempt:
                 raise _CommittedBefore
         except FormatError as error:
             if request.overwrite and isinstance(error, UnsupportedFormat | NotASnapshot):
@@ -297,8 +292,8 @@ class LocalEngine:
 
     async def _run_actors(self, *, fsync: bool) -> CommitActor | None:
         """Returns the committer on rank 0."""
-        save, membership = self._save, self._save.membership
-        ends = InprocEnds() if membership is None else self._ends or membership.call
+        save, membership = self.save, self.save.membership
+        ends = InprocEnds() if membership is None else self.ends or membership.call
         context = self._make_context()
         saver = self._make_saver(context, ends.participant)
         coordinator = committer = None
@@ -327,10 +322,10 @@ class LocalEngine:
         return committer
 
     def _make_context(self) -> SaveContext:
-        save, host = self._save, self._host
+        save, host = self.save, self._host
         return SaveContext(
             rank=save.rank,
-            copies=self._copies,
+            copies=self.copies,
             num_uploaders=save.options.num_uploaders,
             num_threads=host.num_workers,
             budget=host.resources.budget,
@@ -340,22 +335,22 @@ class LocalEngine:
             on_failure=self._on_failure,
             recorder=save.observation.recorder,
             timeout_s=save.options.timeout_s,
-            pace=host.resources.pace if self._copies else None,  # else the trainer waits
-            max_compressed_bytes=None if self._staging is None else _MAX_COMPRESSED_BYTES,
+            pace=host.resources.pace if self.copies else None,  # else the trainer waits
+            max_compressed_bytes=None if self.staging is None else _MAX_COMPRESSED_BYTES,
         )
 
     def _make_saver(self, context: SaveContext, end: ParticipantEnd) -> Saver:
-        save, captured = self._save, self._captured
-        self._captured = None
+        save, captured = self.save, self.captured
+        self.captured = None
         assert captured is not None
-        staging = self._staging
+        staging = self.staging
         if staging is None:
             staging = StagingActor(
                 [] if isinstance(captured, Failure) else captured.leaves,
-                copies=self._copies,
+                copies=self.copies,
                 budget=context.budget,
                 run_blocking=self._errands.run_blocking,
-                num_copiers=context.num_threads if self._copies else 1,
+                num_copiers=context.num_threads if self.copies else 1,
                 board=save.board,
                 recorder=context.recorder,
                 fence=save.fence,
@@ -372,7 +367,7 @@ class LocalEngine:
     def _make_coordinator(
         self, context: SaveContext, end: CoordinatorEnd, *, fsync: bool
     ) -> tuple[CoordinatorActor, CommitActor | None]:
-        save, request, options = self._save, self._save.request, self._save.options
+        save, request, options = self.save, self.save.request, self.save.options
         storage = self._storage
         record = SaveRecord(
             world_size=save.world_size,
@@ -381,18 +376,18 @@ class LocalEngine:
             step=request.step,
             metadata=request.metadata,
         )
-        decisions = SaveDecisions(
+        capabilities = Capabilities() if storage is None else storage.capabilities
+        common = Assignment(
             attempt=save.attempt,
-            url=request.location.url,
+            url=request.location.url.encode("utf-8", "surrogatepass"),
             fsync=fsync,
+            rules=_rules_for(options, capabilities, context.budget.limit_bytes),
             save=record,
-            release=RELEASE,
-            rules=_rules_for(
-                options,
-                Capabilities() if storage is None else storage.capabilities,
-                context.budget.limit_bytes,
-            ),
             resumed=self._resumed,
+        )
+        decisions = SaveDecisions(
+            common,
+            release=RELEASE,
             memory=None if save.membership is None else save.membership.memory,
         )
         created = _utc(time.time())
@@ -426,12 +421,12 @@ class LocalEngine:
 
     def _on_staged(self) -> None:
         self._staged_s = time.monotonic() - self._begun_s
-        if not self._save.staged.done():
-            self._save.staged.set_result(None)
+        if not self.save.staged.done():
+            self.save.staged.set_result(None)
 
     def _on_failure(self, error: BaseException) -> None:
-        if self._cause is None:
-            self._cause = error
+        if self.cause is None:
+            self.cause = error
         # Frames may hold the app state in their locals.
         cleared: list[BaseException] = []  # causes can form a cycle
         seen: BaseException | None = error
@@ -442,8 +437,9 @@ class LocalEngine:
 
     def _to_error(self, failure: Failure) -> ActorSnapError:
         error = failure.to_error()
-        if failure.rank in (None, self._save.rank):
-            error.__cause__ = self._cause or error.__cause__
+        if failure.rank in (None, self.save.rank):
+            if self.cause is not None:
+                set_cause(error, self.cause)
         elif not isinstance(error, SnapshotAborted):
             error.add_note(f"actorsnap: this happened on rank {failure.rank}")
         return error
@@ -456,16 +452,16 @@ class LocalEngine:
             await collect_garbage(
                 self._host,
                 self._storage,
-                committed=self._save.attempt,
+                committed=self.save.attempt,
                 superseded=[committer.replaced] if committer.replaced else [],
                 was_vacant=committer.was_vacant,
                 # Committed here in the meantime, and replaced.
-                expendable=self._host.resources.attempts.all_ended() - self._ended_before,
+                deletable=self._host.resources.attempts.ended() - self._ended_before,
             )
 
         async def lose_patience() -> None:
             await anyio.sleep_until(min(self._deadline, anyio.current_time() + _PATIENCE_S))
-            self._save.end(None)
+            self.save.end(None)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lose_patience)

@@ -173,16 +173,16 @@ class Collected:
     is_damaged: bool = False
 
 
-def collect(source: Source, *, force: bool, expendable: Collection[str] = ()) -> Script[Collected]:
+def collect(source: Source, *, force: bool, deletable: Collection[str] = ()) -> Script[Collected]:
     """Deletes garbage; with ``force`` also attempts that may be running.
 
-    Keeps complete attempts, except ``expendable`` ones, if there is no commit object or the
+    Keeps complete attempts, except ``deletable`` ones, if there is no commit object or the
     snapshot is damaged.
     """
 
     async def perform(opened: OpenSource) -> Collected:
         storage = opened.storage
-        collected = await collect_garbage(opened.host, storage, force=force, expendable=expendable)
+        collected = await collect_garbage(opened.host, storage, force=force, deletable=deletable)
         left = {*await find_attempts(storage)} - {*collected.kept}
         with contextlib.suppress(ChecksumMismatch):  # the committed attempt is unknown
             commit = await find_commit(storage)
@@ -201,7 +201,7 @@ async def collect_garbage(
     superseded: Collection[str] = (),
     force: bool = False,
     was_vacant: bool | None = None,
-    expendable: Collection[str] = (),
+    deletable: Collection[str] = (),
 ) -> Collected:
     """Deletes the objects of attempts that can no longer commit.
 
@@ -218,7 +218,7 @@ async def collect_garbage(
         force: Deletes every other attempt, even if it may be running.
         was_vacant: There was no commit object before the caller's commit: warns about complete
             attempts. None: the current state counts.
-        expendable: Attempts to delete even if complete.
+        deletable: Attempts to delete even if complete.
 
     Raises:
         FormatError: newer or foreign format; nothing was deleted.
@@ -232,8 +232,9 @@ async def collect_garbage(
         host,
         storage,
         attempts,
+        committed,
         was_vacant,
-        {*expendable, *mine, *host.resources.attempts.discarded(storage.url)},
+        {*deletable, *mine, *host.resources.attempts.discarded(storage.url)},
     )
     if force:
         return await sweep.delete(attempts, Claims())
@@ -268,8 +269,9 @@ class _Sweep:
     host: Host
     storage: Storage
     attempts: Sequence[str]
+    committed: str | None
     was_vacant: bool | None
-    expendable: Collection[str]
+    deletable: Collection[str]
 
     async def delete(self, garbage: Sequence[str], claims: Claims) -> Collected:
         """Deletes ``garbage`` except the committed and kept attempts."""
@@ -295,11 +297,19 @@ class _Sweep:
             logger.info("%s: deleted %d objects that were garbage", self.storage.url, len(deleted))
         kept = [name for name in complete if name in garbage]
         if self.was_vacant:
-            unsure = [name for name in complete if name not in garbage]
+            # A later one is a save that waits for its turn to commit here.
+            unsure = [name for name in complete if name not in garbage and self._is_earlier(name)]
             for message, names in ((_COMPLETE, kept), (_MAY_RUN, unsure)):
                 if names:
                     logger.warning(message, self.storage.url, ", ".join(names))
         return Collected(deleted=deleted, kept=kept, is_damaged=is_damaged)
+
+    def _is_earlier(self, name: str) -> bool:
+        """Whether the attempt began before the one just committed."""
+        attempt, committed = Attempt.parse(name), Attempt.parse(self.committed or "")
+        if attempt is None or committed is None:
+            return True
+        return attempt.created_s < committed.created_s
 
     async def _spare(self, commits: Commits) -> tuple[set[str], list[str], bool]:
         """Returns attempts to keep, the complete uncommitted ones among them, and whether the
@@ -318,12 +328,12 @@ class _Sweep:
         was_vacant = commit is None if self.was_vacant is None else self.was_vacant
         is_damaged = (
             commit is not None
-            and commit.attempt not in self.expendable
+            and commit.attempt not in self.deletable
             and not await self._complete([commit.attempt])
         )
         if not was_vacant and not is_damaged:
             return spared, [], False
-        mine = spared.union(self.expendable)
+        mine = spared.union(self.deletable)
         found = [name for name in self.attempts if name not in mine and not self._runs(name)]
         complete = await self._complete(found)
         return spared.union(complete), complete, is_damaged

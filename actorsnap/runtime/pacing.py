@@ -11,13 +11,15 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
 import anyio
 
+from actorsnap.actors.items import Pace
 from actorsnap.log import Log
+from actorsnap.options import Options
 from actorsnap.protocol.pacing import PaceController, is_behind
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.save import Save
@@ -56,6 +58,31 @@ def watch(save: Save) -> None:
         _Pacer.get().watch(save, save.options.max_slowdown)
 
 
+@contextmanager
+def paced(options: Options, stored: Callable[[], float]) -> Iterator[Pace | None]:
+    """Applies ``max_slowdown`` to other work than a save. On the runtime's loop.
+
+    Args:
+        stored: Returns the stored share of the bytes: from half of ``timeout_s`` on, nothing rests.
+
+    Yields:
+        The pace for the chunks of the work; None without ``max_slowdown``.
+    """
+    if options.max_slowdown is None:
+        yield None
+        return
+    pacer = _Pacer.get()
+    number = pacer.begin(partial(_is_late, stored, time.monotonic(), options.timeout_s))
+    try:
+        yield pacer.begin_storing(number, options.max_slowdown).resources.pace
+    finally:
+        pacer.end(number)
+
+
+def _is_late(stored: Callable[[], float], begun_s: float, timeout_s: float, now_s: float) -> bool:
+    return is_behind(stored=stored(), elapsed=(now_s - begun_s) / timeout_s)
+
+
 class _Pacer:
     """Of this process. Thread-safe."""
 
@@ -65,7 +92,7 @@ class _Pacer:
         self._lock = threading.Lock()
         self._controller = PaceController()
         self._numbers = itertools.count()
-        self._saves: dict[int, tuple[Save, float]] = {}
+        self._works: dict[int, Callable[[float], bool]] = {}
         self._host: Host | None = None
         self._num_steps = 0
         self._has_warned = False
@@ -87,24 +114,37 @@ class _Pacer:
         with self._controlling() as controller:
             controller.end_step(seconds)
 
-    def watch(self, save: Save, limit: float) -> None:
+    def begin(self, is_late: Callable[[float], bool]) -> int:
+        """Returns a number for the work, which is ``is_late`` by ``time.monotonic``."""
         number = next(self._numbers)
+        with self._controlling():
+            self._works[number] = is_late
+        return number
+
+    def begin_storing(self, number: int, limit: float) -> Host:
+        self._host = host = Host.get()
         with self._controlling() as controller:
-            self._saves[number] = save, time.monotonic()
+            controller.begin_storing(number, limit)
+        if not self._is_ticking:
+            self._is_ticking = True
+            host.serve(self._tick())
+        return host
+
+    def watch(self, save: Save, limit: float) -> None:
+        def stored() -> float:
+            return save.board.latest.stored_bytes / max(1, save.board.latest.total_bytes)
+
+        timeout_s = save.options.timeout_s
+        number = self.begin(partial(_is_late, stored, time.monotonic(), timeout_s))
+        with self._controlling() as controller:
             controller.begin_staging(number)
 
         def on_staged(staged: concurrent.futures.Future[None]) -> None:
-            if staged.exception() is not None:
-                return
-            self._host = host = Host.get()
-            with self._controlling() as controller:
-                controller.begin_storing(number, limit)
-            if not self._is_ticking:
-                self._is_ticking = True
-                host.serve(self._tick())
+            if staged.exception() is None:
+                self.begin_storing(number, limit)
 
         def on_finished(_: object) -> None:
-            self._end(number)
+            self.end(number)
             is_staged = save.staged.done() and save.staged.exception() is None
             # A short save may end within a step.
             if not self._num_steps and not self._has_warned and is_staged:
@@ -117,15 +157,15 @@ class _Pacer:
         save.staged.add_done_callback(on_staged)
         save.finished.add_done_callback(on_finished)
 
-    def _end(self, number: int) -> None:
+    def end(self, number: int) -> None:
         with self._controlling() as controller:
-            self._saves.pop(number, None)
+            self._works.pop(number, None)
             controller.end(number)
 
     async def _tick(self) -> None:
         last_s = time.monotonic()
         try:
-            while self._saves:
+            while self._works:
                 await anyio.sleep(_TICK_S)
                 now_s = time.monotonic()
                 with self._controlling() as controller:
@@ -134,17 +174,11 @@ class _Pacer:
         finally:
             self._is_ticking = False
             # After a stop of the runtime, hanging saves may never end.
-            for number in tuple(self._saves):
-                self._end(number)
+            for number in tuple(self._works):
+                self.end(number)
 
     def _is_any_behind(self, now_s: float) -> bool:
-        return any(
-            is_behind(
-                stored=save.board.latest.stored_bytes / max(1, save.board.latest.total_bytes),
-                elapsed=(now_s - begun_s) / save.options.timeout_s,
-            )
-            for save, begun_s in self._saves.values()
-        )
+        return any(is_late(now_s) for is_late in tuple(self._works.values()))
 
     @contextmanager
     def _controlling(self) -> Iterator[PaceController]:

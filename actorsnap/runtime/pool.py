@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeAlias
 
 _HANGS_AFTER_S = 0.5
 """Age of a hanging job. Copying or hashing a chunk takes a tenth."""
@@ -29,6 +29,12 @@ kernel derives the lowest I/O priority of the usual class (``ioprio_set(2)``).
 """
 
 
+Job: TypeAlias = tuple[
+    Callable[..., Any], tuple[Any, ...], Callable[[Any, BaseException | None], None]
+]
+"""A call ``fn(*args)`` on a thread, and a callback for its result or error."""
+
+
 class WorkerPool:
     """Daemon threads with one job queue.
 
@@ -39,10 +45,7 @@ class WorkerPool:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        self._jobs: queue.SimpleQueue[
-            tuple[Callable[..., Any], tuple[Any, ...], Callable[[Any, BaseException | None], None]]
-            | None
-        ] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._threads: set[threading.Thread] = set()
         self._busy_since: dict[threading.Thread, float] = {}
         self._numbers = itertools.count()
@@ -54,26 +57,15 @@ class WorkerPool:
             self.stop(timeout_s=None)
             raise
 
-    def submit(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        done: Callable[[Any, BaseException | None], None],
-    ) -> None:
-        """Runs ``fn(*args)`` on a thread, then ``done`` with its result or error."""
-        self._jobs.put((fn, args, done))
+    def submit(self, job: Job) -> None:
+        self._jobs.put(job)
 
-    def submit_waiting(
-        self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        done: Callable[[Any, BaseException | None], None],
-    ) -> None:
+    def submit_waiting(self, job: Job) -> None:
         """``submit`` for a job that mostly waits: starts a thread unless one is idle."""
         num_idle = len(self._threads) - len(self._busy_since) - self._jobs.qsize()
         if num_idle <= 0:
             self._add_extra(1)
-        self.submit(fn, args, done)
+        self.submit(job)
 
     def relieve(self) -> bool:
         """Starts threads for waiting jobs if all others hang.

@@ -160,10 +160,12 @@ async def fetch_wanted(
     observation: Observation | None = None,
     *,
     owns_memory: bool = False,
+    on_read: Callable[[int], None] | None = None,
 ) -> None:
     """Reads ranges into marked memory.
 
     Args:
+        on_read: See ``FetcherPool``.
         owns_memory: No memory is the caller's: a read that hangs may be abandoned.
     """
     requests = [RangeRequest(index, want.stored, want.sink) for want in wanted]
@@ -174,6 +176,8 @@ async def fetch_wanted(
             "chunk_bytes": min(memory_budget_bytes, source.options.chunk_bytes),
             "num_fetchers": 1,
         }
+    if on_read is not None:
+        changes["on_read"] = on_read
     if requests:
         watch = observation or Observation("read")
         async with source.opened(host, "read", index.attempt, watch.on_retry) as opened:

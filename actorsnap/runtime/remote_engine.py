@@ -22,7 +22,7 @@ from actorsnap.actors.commit import is_committed
 from actorsnap.actors.items import StagedChunk, StagedMemory, StagingOrder, release_leases
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Phase, Record
-from actorsnap.errors import describe, printable
+from actorsnap.errors import describe, printable, set_cause
 from actorsnap.log import Log
 from actorsnap.planning.packing import write_order
 from actorsnap.protocol import uploader as frames
@@ -233,10 +233,8 @@ class RemoteEngine:
                 message = decode_item(frame.message)
                 assert not isinstance(message, PeerLost | Broken)
                 self._relay.post(frame.to, message)
-            case frames.AnswerWanted(subject="turn"):
-                self._tasks.start_soon(self._give_turn)
             case frames.AnswerWanted():
-                self._tasks.start_soon(self._report_suspicion)
+                self._tasks.start_soon(self._answer, frame.subject)
             case frames.StagingWanted():
                 self._on_staging_wanted(frame)
             case frames.Progressed():
@@ -273,15 +271,15 @@ class RemoteEngine:
         if self._relay is not None:
             self._team.port.close(_CLOSE_S, is_continued=True)
 
-    async def _give_turn(self) -> None:
-        assert self._save.turn is not None
-        is_unanswered = await self._save.turn.wait()
-        self._uploader.send(frames.TurnGiven(self._number, is_unanswered))
-
-    async def _report_suspicion(self) -> None:
-        assert self._relay is not None
-        reason = await self._relay.suspicion()
-        self._uploader.send(frames.AbsenceReported(self._number, reason))
+    async def _answer(self, subject: frames.Subject) -> None:
+        answer: frames.Answer
+        if subject == "turn":
+            assert self._save.turn is not None
+            answer = await self._save.turn.wait()
+        else:
+            assert self._relay is not None
+            answer = await self._relay.suspicion()
+        self._uploader.send(frames.Answered(self._number, subject, answer))
 
     def _on_take_over_prepared(self, error: str) -> None:
         assert self._take_over_prepared is not None
@@ -336,7 +334,7 @@ class RemoteEngine:
         if frame.error is not None:
             self._error = decode(frame.error)
             if self._cause is not None:
-                self._error.__cause__ = self._cause
+                set_cause(self._error, self._cause)
         self._ended.set()
 
     async def _conclude_for_process(self, relay: Relay, failure: Failure) -> None:
@@ -350,8 +348,8 @@ class RemoteEngine:
 
     def _abort(self, failure: Failure) -> None:
         self._error = failure.to_error()
-        if failure.rank == self._save.rank:
-            self._error.__cause__ = self._cause
+        if failure.rank == self._save.rank and self._cause is not None:
+            set_cause(self._error, self._cause)
         is_expected = failure.stage is Stage.CANCEL
         level = logging.DEBUG if is_expected else logging.ERROR
         logger.log(level, "%s: %s", self._save.label, self._error)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_MAX_ENDED = 64
+_MAX_ENDED = 128
 """Limit of remembered attempts."""
 
 
@@ -81,7 +81,6 @@ class Attempts:
         self._running: set[Attempt] = set()
         # Ordered sets, the oldest first.
         self._ended: dict[str, None] = {}
-        self._ended_elsewhere: dict[str, None] = {}
         self._discarded: dict[tuple[str, str], None] = {}
         self.on_end: Callable[[str], None] = lambda _: None
 
@@ -106,15 +105,11 @@ class Attempts:
     def note_ended(self, attempts: Iterable[str]) -> None:
         """Records the other process' ended attempts."""
         for attempt in attempts:
-            _remember(self._ended_elsewhere, attempt)
+            _remember(self._ended, attempt)
 
-    def latest_ended(self) -> list[str]:
-        """Returns those of this process."""
-        return list(self._ended)
-
-    def all_ended(self) -> frozenset[str]:
-        """Returns those of both processes."""
-        return frozenset([*self._ended, *self._ended_elsewhere])
+    def ended(self) -> frozenset[str]:
+        """Returns the latest of both processes."""
+        return frozenset(self._ended)
 
     def is_running(self, attempt: Attempt) -> bool:
         return attempt in self._running
@@ -126,7 +121,7 @@ class Attempts:
         """
         if attempt.pid == os.getpid():
             return attempt in self._running
-        return str(attempt) not in self._ended_elsewhere and is_running(attempt.pid)
+        return str(attempt) not in self._ended and is_running(attempt.pid)
 
     def discard(self, url: str, attempt: str) -> None:
         """Records an attempt that this process aborted, or whose snapshot it deletes.

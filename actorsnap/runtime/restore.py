@@ -21,7 +21,8 @@ from actorsnap.log import Log
 from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.messages import CallKind, Label
-from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, RestoreTotals, Weighed
+from actorsnap.protocol.restore import Comparison, ReadCost, Ready, RestoreDecisions, RestoreTotals
+from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.comparison import Compared, compare
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import AppState, check_flag
@@ -38,7 +39,17 @@ from actorsnap.state.tree import escape, join
 logger = Log(__name__)
 
 
-class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
+class _LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+
+    @property
+    def is_complete(self) -> bool:
+        return not (self.missing or self.unexpected or self.mismatched)
+
+
+class RestoreReport(_LeftOut, frozen=True, kw_only=True):
     """The parts of app state and snapshot that a restore left out.
 
     Attributes:
@@ -55,18 +66,11 @@ class RestoreReport(msgspec.Struct, frozen=True, kw_only=True):
         nbytes: Bytes read into place.
     """
 
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: tuple[str, ...] = ()
     kept: tuple[str, ...] = ()
     nbytes: int = 0
 
-    @property
-    def is_complete(self) -> bool:
-        return not (self.missing or self.unexpected or self.mismatched)
 
-
-class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
+class RestorePlan(_LeftOut, frozen=True, kw_only=True):
     """A preview of a restore, over all its ranks.
 
     Attributes:
@@ -87,23 +91,22 @@ class RestorePlan(msgspec.Struct, frozen=True, kw_only=True):
     bytes_read: int
     num_requests: int
     bytes_read_by_rank: tuple[int, ...]
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
-    mismatched: tuple[str, ...] = ()
 
     @property
     def read_amplification(self) -> float:
         """Below 1 if ranks share bytes."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
-    @property
-    def is_complete(self) -> bool:
-        return not (self.missing or self.unexpected or self.mismatched)
-
 
 @begins_anew
 def restore(
-    source: Source, app_state: AppState, *, strict: bool, group: Any, store: Any
+    source: Source,
+    app_state: AppState,
+    *,
+    strict: bool,
+    group: Any,
+    store: Any,
+    progress: bool = False,
 ) -> Script[RestoreReport]:
     """Restores on all ranks together, in the rounds of ``protocol.restore``."""
     team = find_team(group, store)
@@ -111,13 +114,18 @@ def restore(
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
 
     def body(rounds: Rounds) -> Script[RestoreReport]:
-        return restore_by(rounds, source, app_state, strict=strict)
+        return restore_by(rounds, source, app_state, strict=strict, progress=progress)
 
     return (yield from call_together(team, label, source.options, decisions, body))
 
 
 def restore_by(
-    rounds: Rounds, source: Source, app_state: AppState, *, strict: bool
+    rounds: Rounds,
+    source: Source,
+    app_state: AppState,
+    *,
+    strict: bool,
+    progress: bool = False,
 ) -> Script[RestoreReport]:
     """Runs this rank's part, observed."""
     observation = observe("restore", source.options)
@@ -128,7 +136,7 @@ def restore_by(
         world_size=1 if rounds.team is None else rounds.team.world_size,
     )
     try:
-        report = yield from _restore(rounds, source, app_state, strict, observation)
+        report = yield from _restore(rounds, source, app_state, strict, progress, observation)
     except Exception as error:
         yield partial(end, outcome="failed", error=describe(error))
         raise
@@ -141,16 +149,27 @@ def restore_by(
 
 
 def _restore(
-    rounds: Rounds, source: Source, app_state: AppState, strict: bool, observation: Observation
+    rounds: Rounds,
+    source: Source,
+    app_state: AppState,
+    strict: bool,
+    progress: bool,
+    observation: Observation,
 ) -> Script[RestoreReport]:
     """Compares, reads, then loads key by key."""
     check_flag("strict", strict)
+    check_flag("progress", progress)
     note = observation.caller.note
     compared, reads = yield from _compare(rounds, source, app_state, observation)
     plan = yield from _agree(rounds, compared, reads, strict=strict)
     note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
-    yield from rounds.perform(lambda host, arrive: reads.read(host, plan, arrive, rounds.scope))
+    yield from shown(
+        rounds.perform(lambda host, arrive: reads.read(host, plan, arrive, rounds.scope)),
+        lambda: [_amount_of(reads)],
+        source.location.display_url,
+        is_on=progress and rounds.rank == 0,
+    )
     note(Wait.READS)
     states = compared.build()
     yield from rounds.arrive(then=Stage.LOAD)
@@ -158,6 +177,11 @@ def _restore(
     note(Work.LOAD)
     yield from rounds.arrive()
     return report
+
+
+def _amount_of(reads: RestoreReads) -> Amount:
+    needed = reads.bytes_needed
+    return Amount("reading", min(reads.count.done_bytes, needed), needed)
 
 
 @begins_anew
@@ -172,7 +196,7 @@ def plan_restore(
     def body(rounds: Rounds) -> Script[RestorePlan]:
         compared, reads = yield from _compare(rounds, source, app_state, Observation("restore"))
         plan = yield from _agree(rounds, compared, reads, strict=True)
-        weighed: Weighed = yield lambda host: host.run_blocking(reads.weigh, host, plan)
+        weighed: ReadCost = yield lambda host: host.run_blocking(reads.weigh, host, plan)
         payload = yield from rounds.arrive(msgspec.msgpack.encode(weighed))
         totals = msgspec.msgpack.decode(payload, type=RestoreTotals)
         return RestorePlan(

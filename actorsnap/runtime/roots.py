@@ -1,41 +1,41 @@
 """A root: the folder of one training run's snapshots, and the manager's records about them.
 
 Names and records are in ``format.steps``. A name is never reused for other content, so commit
-objects and records of runs are read once per process.
-
-Deletion of a snapshot: an intent, a second look, the commit object, the other objects, the intent.
-A process killed in between leaves an intent or a folder without a commit object, and the next pass
-of any manager continues.
+objects, marks and records of runs are read once per process.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 
-from actorsnap.actors.abandonable import first_error
+import anyio
+
+from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.actors.snapshot_reader import find_commit, is_complete
 from actorsnap.errors import (
     ActorSnapError,
     FormatError,
     ObjectExists,
     ObjectNotFound,
+    StorageError,
     UnsupportedFormat,
+    describe,
 )
-from actorsnap.format.manifest import COMMIT_KEY, Commit
+from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import (
     MANAGER_FOLDER,
-    DeleteIntent,
     RunRecord,
     StepName,
     decode_record,
     encode_record,
-    intent_key,
-    is_intent_rest,
+    is_rest,
+    marked,
     parse_intent_key,
     parse_run_key,
     run_key,
@@ -43,18 +43,40 @@ from actorsnap.format.steps import (
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.keeping import StoredStep
-from actorsnap.runtime.location import Location
+from actorsnap.planning.marks import Facts
+from actorsnap.runtime.host import Host
+from actorsnap.runtime.location import Location, open_location
+from actorsnap.runtime.marks import MarksReader
 from actorsnap.runtime.process import host_id
-from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
-from actorsnap.storage.base import for_each
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened_storage
+from actorsnap.storage.base import CLEANUP_S, ObjectInfo, Storage, for_each
 
 logger = Log(__name__)
 
 METADATA_KEY = "manager"
 """Key of the manager's entry in a snapshot's metadata."""
 
+_LATEST = "latest"
+
 _MAX_CLAIMS = 100
 """Tries to take a generation while other managers take theirs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Records:
+    """The keys below ``.manager/``: one look, which reads no object.
+
+    Attributes:
+        generations: Those with a run record.
+        intents: Deletions that have begun, with the storage's time of the intent, 0 if unknown.
+        marks: By snapshot, with strangers and temporaries.
+        rests: Keys that a killed process left.
+    """
+
+    generations: frozenset[int]
+    intents: Mapping[StepName, float]
+    marks: Mapping[StepName, Sequence[ObjectInfo]]
+    rests: Sequence[str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,15 +85,12 @@ class Listing:
 
     Attributes:
         names: Folders with a snapshot's name.
-        runs: By generation; only those whose snapshots may be in a timeline.
-        intents: Deletions that have begun.
-        temporaries: Keys of intents that a killed process did not store.
+        runs: By generation; those that were read.
     """
 
     names: Collection[StepName]
+    records: Records
     runs: Mapping[int, RunRecord]
-    intents: Collection[StepName]
-    temporaries: Collection[str] = ()
 
     @property
     def parents(self) -> dict[int, StepName | None]:
@@ -83,36 +102,100 @@ class Listing:
     @property
     def newest_generation(self) -> int:
         """0 if nothing was ever saved."""
-        return max([*self.runs, *(name.generation for name in self.names)], default=0)
+        stored = [name.generation for name in self.names]
+        return max([*self.records.generations, *stored], default=0)
 
 
-@dataclass(slots=True)
-class Deletions:
-    """The outcome of a pass.
+class RootSource(Source):
+    """A source whose storage stays open from one operation to the next, until ``close``.
 
-    Attributes:
-        deleted: Snapshots that are gone.
-        failed: By name, those that are still there, or partly.
-        is_superseded: A later manager has begun a run, so some were not deleted.
+    A manager looks at its root after each save: over a network, it keeps its connections.
     """
 
-    deleted: list[StepName] = field(default_factory=list)
-    failed: dict[StepName, Exception] = field(default_factory=dict)
-    is_superseded: bool = False
+    def __init__(self, location: Location, options: Options) -> None:
+        super().__init__(location, options)
+        self._kept: tuple[Host, Storage] | None = None
+        self._users: list[AbandonableTasks] = []
+        self._is_closed = False
+
+    @asynccontextmanager
+    async def _open(self, host: Host, errands: AbandonableTasks) -> AsyncIterator[Storage]:
+        if self._is_closed:
+            async with opened_storage(host, self.location, errands) as storage:
+                yield storage
+            return
+        kept = self._storage_of(host)
+        if kept is None:
+            opened = await open_location(host, self.location, fsync=True, on_retry=self._note_retry)
+            # Another operation may have opened it meanwhile.
+            kept = self._storage_of(host) or opened
+        self._kept = host, kept
+        self._users.append(errands)
+        try:
+            yield kept
+        finally:
+            self._users.remove(errands)
+            await self._close_if_over()
+
+    def _storage_of(self, host: Host) -> Storage | None:
+        """A fork has its own host."""
+        return self._kept[1] if self._kept is not None and self._kept[0] is host else None
+
+    async def close(self) -> None:
+        """Closes the storage after its last operation. Later operations open their own."""
+        self._is_closed = True
+        await self._close_if_over()
+
+    async def _close_if_over(self) -> None:
+        if self._users or not self._is_closed:
+            return
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            with anyio.move_on_after(CLEANUP_S, shield=True):
+                try:
+                    await kept[1].aclose()
+                except ActorSnapError as error:
+                    logger.warning("%s: not closed: %s", self.location.display_url, error)
+
+    def _note_retry(self, error: StorageError, delay_s: float) -> None:
+        for errands in self._users:
+            errands.note_retry(error, delay_s)
 
 
 class Root:
-    """Reads and changes a root. On the runtime's loop, except ``snapshot``."""
+    """Reads a root. On the runtime's loop, except ``snapshot``.
+
+    Attributes:
+        damaged: Committed snapshots that this process found damaged here, with the reasons: a quick
+            look does not see each damage.
+    """
 
     def __init__(self, location: Location, options: Options) -> None:
-        self.source = Source(location, options)
+        self.source = RootSource(location, options)
+        self.marks = MarksReader(location.display_url)
         self._runs: dict[int, RunRecord] = {}
         self._commits: dict[StepName, Commit | FormatError] = {}
+        self._warned: set[str] = set()
+        self.damaged: dict[StepName, str] = {}
+        self._complete: set[StepName] = set()  # warned of
 
     @property
     def url(self) -> str:
         """Without secrets."""
         return self.source.location.display_url
+
+    @property
+    def places(self) -> tuple[Root, ...]:
+        """Where its snapshots can be, the nearest first."""
+        return (self,)
+
+    def is_durable(self, name: StepName) -> bool:
+        """Returns whether a committed snapshot is at the root itself, when last read."""
+        return True
+
+    def url_of(self, name: StepName) -> str:
+        """Without secrets."""
+        return _join(self.url, name)
 
     def snapshot(self, name: StepName) -> Source:
         """Returns the snapshot of this name, which may not exist."""
@@ -121,50 +204,132 @@ class Root:
             replace(
                 location,
                 url=_join(location.url, name),
-                display_url=_join(location.display_url, name),
+                display_url=self.url_of(name),
             ),
             self.source.options,
         )
 
     async def list(self, opened: OpenSource) -> Listing:
-        """Lists the root and the records, at the same time, and reads new records of runs."""
-        storage = opened.storage
+        """Lists the root, and reads the records of runs that can be in a timeline."""
+        listing = await self.look(opened)
+        oldest = min([name.generation for name in listing.names], default=0)
+        wanted = [g for g in listing.records.generations if g >= oldest and g not in self._runs]
+        await for_each(wanted, partial(self._read_run, opened), at_once=2 * MAX_SMALL_READS)
+        return self._with_runs(listing)
+
+    async def look(self, opened: OpenSource) -> Listing:
+        """Lists the root and the records, at the same time; reads none."""
         names: list[StepName] = []
-        intents: list[StepName] = []
-        temporaries: list[str] = []
-        generations: list[int] = []
+        found: list[Records] = []
 
         async def list_names() -> None:
-            parsed = map(StepName.parse, await storage.list_folders())
+            parsed = map(StepName.parse, await opened.storage.list_folders())
             names.extend(name for name in parsed if name is not None)
 
         async def list_records() -> None:
-            async for info in storage.list(f"{MANAGER_FOLDER}/"):
-                generation, intent = parse_run_key(info.key), parse_intent_key(info.key)
-                if generation is not None:
-                    generations.append(generation)
-                elif intent is not None:
-                    intents.append(intent)
-                elif is_intent_rest(info.key):
-                    temporaries.append(info.key)
+            found.append(await self.list_records(opened))
 
         await for_each([list_names, list_records], lambda look: look(), at_once=2)
+        return self._with_runs(Listing(names=names, records=found[0], runs={}))
 
-        async def read(generation: int) -> None:
-            key = run_key(generation)
-            try:
-                data = await storage.get(key)
-            except ObjectNotFound:
-                return
-            self._runs[generation] = decode_record(data, RunRecord, key)
-
+    async def list_records(self, opened: OpenSource) -> Records:
+        generations: set[int] = set()
+        intents: dict[StepName, float] = {}
+        marks: dict[StepName, list[ObjectInfo]] = {}
+        others: list[str] = []
+        async for info in opened.storage.list(f"{MANAGER_FOLDER}/"):
+            generation, intent = parse_run_key(info.key), parse_intent_key(info.key)
+            name = marked(info.key)
+            if generation is not None:
+                generations.add(generation)
+            elif intent is not None:
+                intents[intent] = info.modified_s
+            elif name is not None:
+                marks.setdefault(name, []).append(info)
+            else:
+                others.append(info.key)
         for name in intents:
             # Another process may have deleted the commit object.
             self._commits.pop(name, None)
-        new = [each for each in generations if each not in self._runs]
-        await for_each(new, read, at_once=2 * MAX_SMALL_READS)
-        runs = {each: self._runs[each] for each in generations if each in self._runs}
-        return Listing(names=names, runs=runs, intents=intents, temporaries=temporaries)
+        newest = max(generations, default=0)
+        return Records(
+            generations=frozenset(generations),
+            intents=intents,
+            marks=marks,
+            rests=[key for key in others if is_rest(key, newest)],
+        )
+
+    async def read_run(self, opened: OpenSource, listing: Listing, generation: int) -> Listing:
+        """Reads the record of one more run."""
+        await self._read_run(opened, generation)
+        if generation not in self._runs:
+            listing = replace(
+                listing,
+                records=replace(
+                    listing.records, generations=listing.records.generations - {generation}
+                ),
+            )
+        return self._with_runs(listing)
+
+    async def _read_run(self, opened: OpenSource, generation: int) -> None:
+        key = run_key(generation)
+        try:
+            data = await opened.storage.get(key)
+        except ObjectNotFound:
+            return
+        self._runs[generation] = self._decode_run(data, generation)
+
+    def _with_runs(self, listing: Listing) -> Listing:
+        known = listing.records.generations
+        return replace(listing, runs={g: run for g, run in self._runs.items() if g in known})
+
+    async def read_facts(self, opened: OpenSource, listing: Listing) -> dict[StepName, Facts]:
+        """Returns what marks say about the snapshots of a listing."""
+        marks = listing.records.marks
+        return await self.marks.read(
+            opened, {name: marks[name] for name in listing.names if name in marks}
+        )
+
+    def link_latest(self, name: StepName) -> None:
+        """Makes ``latest`` at a local root a link to the snapshot. For people: nothing reads it.
+
+        Leaves anything else of that name alone.
+        """
+        folder = self.source.location.canonical
+        if not folder.startswith("/"):
+            return
+        path = f"{folder}/{_LATEST}"
+        try:
+            if os.path.lexists(path) and not _is_own_link(path):
+                self.warn_once(
+                    f"{path} is not the manager's link to its latest snapshot, and stays"
+                )
+                return
+            _relink(path, str(name), f"{folder}/{MANAGER_FOLDER}/{_LATEST}.tmp")
+        except OSError as error:
+            logger.debug("%s: no link %s: %s", self.url, _LATEST, error)
+
+    def warn_once(self, text: str) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
+            logger.warning("%s", text)
+
+    def forget(self, name: StepName) -> None:
+        """After its deletion."""
+        self._commits.pop(name, None)
+        self.damaged.pop(name, None)
+
+    def _decode_run(self, data: bytes, generation: int) -> RunRecord:
+        """Returns a damaged record as that of a fresh start: it must not stop all later runs."""
+        try:
+            return decode_record(data, RunRecord, run_key(generation))
+        except FormatError as error:
+            logger.warning(
+                "%s: it is not known which snapshot generation %d continued; earlier ones count as "
+                "abandoned, and stay: %s",
+                *(self.url, generation, describe(error)),
+            )
+            return RunRecord(generation=generation, created_s=0.0, host="", pid=0, world_size=1)
 
     async def read_commits(
         self, opened: OpenSource, names: Iterable[StepName]
@@ -180,21 +345,45 @@ class Root:
                 except UnsupportedFormat:
                     raise
                 except FormatError as error:
-                    error.name_snapshot(_join(self.url, name))
+                    error.name_snapshot(self.url_of(name))
                     commit = error
                 if commit is None:
                     return
                 self._commits[name] = commit
             found[name] = commit
 
-        await for_each(names, read, at_once=MAX_SMALL_READS)
+        await for_each(names, read, at_once=2 * MAX_SMALL_READS)
         return found
+
+    async def is_committed(self, opened: OpenSource, name: StepName) -> bool:
+        """Looks now."""
+        return await find_commit(opened.storage, folder=str(name)) is not None
+
+    async def has_complete(self, opened: OpenSource, name: StepName) -> bool:
+        """Returns whether an attempt lacks at most the commit object."""
+        storage, run_blocking = opened.storage, opened.errands.run_blocking
+        for attempt in await storage.list_folders(str(name)):
+            if await is_complete(storage, run_blocking, f"{name}/{attempt}"):
+                return True
+        return False
+
+    async def warn_of_complete(self, opened: OpenSource, name: StepName) -> None:
+        """Warns once of a snapshot that lacks only the commit object: it stays, and takes space."""
+        if name in self._complete:
+            return
+        self._complete.add(name)
+        size = sum([info.size async for info in opened.storage.list(f"{name}/")])
+        logger.warning(
+            "%s is complete, but was not committed, and stays (%.1f MiB): `actorsnap recover` "
+            "makes it a snapshot, `actorsnap rm --garbage` deletes it",
+            *(self.url_of(name), size / 2**20),
+        )
 
     async def claim_generation(
         self, opened: OpenSource, *, restored_from: StepName | None, world_size: int
     ) -> int:
         """Begins a run: takes the next generation, which supersedes all earlier ones."""
-        generation = (await self.list(opened)).newest_generation
+        generation = (await self.look(opened)).newest_generation
         for _ in range(_MAX_CLAIMS):
             generation += 1
             record = RunRecord(
@@ -227,73 +416,29 @@ class Root:
             return False
         return True
 
-    async def delete(
-        self,
-        opened: OpenSource,
-        doomed: Mapping[StepName, DeleteIntent],
-        rests: Collection[StepName],
-        begun: Collection[StepName],
-        generation: int,
-    ) -> Deletions:
-        """Deletes snapshots, unless the manager is superseded. A failure does not stop the others.
 
-        Args:
-            rests: Names of which folders without a commit object go, and intents. Without an intent
-                a complete attempt stays: it may have lost its commit object.
-            begun: Names with an intent of an earlier pass.
-        """
-        storage, result = opened.storage, Deletions()
-
-        async def intend(name: StepName) -> None:
-            await storage.put(intent_key(name), [memoryview(encode_record(doomed[name]))])
-
-        async def delete(name: StepName) -> None:
-            commit = await find_commit(storage, folder=str(name))
-            # As late as possible: what a later manager restores from must not go.
-            if await self.is_superseded(opened, generation):
-                result.is_superseded = True
-            elif (
-                name not in doomed and name not in begun and await self._has_complete(opened, name)
-            ):
-                logger.info("%s/%s: kept, `actorsnap recover` can use it", self.url, name)
-            elif commit is None or (name in doomed and commit.attempt == doomed[name].attempt):
-                if commit is not None:
-                    await storage.delete([f"{name}/{COMMIT_KEY}"])
-                await storage.delete_folder(str(name))
-                self._commits.pop(name, None)
-                if name in doomed:
-                    result.deleted.append(name)
-            await storage.delete([intent_key(name)])
-
-        async def attempt(work: Callable[[StepName], Awaitable[None]], name: StepName) -> None:
-            try:
-                await work(name)
-            except Exception as error:
-                result.failed[name] = error
-
-        await for_each(doomed, partial(attempt, intend), at_once=MAX_SMALL_READS)
-        remaining = [name for name in (*doomed, *rests) if name not in result.failed]
-        await for_each(remaining, partial(attempt, delete), at_once=MAX_SMALL_READS)
-        return result
-
-    async def _has_complete(self, opened: OpenSource, name: StepName) -> bool:
-        storage, run_blocking = opened.storage, opened.errands.run_blocking
-        for attempt in await storage.list_folders(str(name)):
-            if await is_complete(storage, run_blocking, f"{name}/{attempt}"):
-                return True
-        return False
+def _is_own_link(path: str) -> bool:
+    return os.path.islink(path) and StepName.parse(os.readlink(path)) is not None
 
 
-def stored_step(name: StepName, commit: Commit) -> StoredStep:
-    """Returns the facts that policies judge by."""
+def _relink(path: str, name: str, scratch: str) -> None:
+    with suppress(FileNotFoundError):
+        os.unlink(scratch)
+    os.symlink(name, scratch)
+    os.rename(scratch, path)
+
+
+def stored_step(name: StepName, commit: Commit, facts: Facts | None = None) -> StoredStep:
+    """Returns the facts that policies judge by. Metrics of marks replace those of the save."""
     noted = commit.metadata.get(METADATA_KEY)
     metrics = noted.get("metrics") if isinstance(noted, dict) else None
+    late = {} if facts is None else facts.metrics
     return StoredStep(
         name=name,
         created_s=datetime.fromisoformat(commit.created).timestamp(),
         metrics={
             key: number
-            for key, value in (metrics if isinstance(metrics, dict) else {}).items()
+            for key, value in {**(metrics if isinstance(metrics, dict) else {}), **late}.items()
             if (number := _stored_number(value)) is not None
         },
     )
@@ -314,11 +459,6 @@ def is_damage(error: BaseException) -> bool:
     return isinstance(error, FormatError | ObjectNotFound) or (
         getattr(error, "is_deleted", False) is True
     )
-
-
-def damage_of(problems: Sequence[ActorSnapError], name: StepName) -> str:
-    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-    return f"{problems[0]}{more}" if problems else f"{name} is damaged"
 
 
 def _join(url: str, name: StepName) -> str:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
-from typing import Protocol, TypeAlias, TypeVar
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import anyio
+import msgspec
 
 from actorsnap.actors.rounds import CoordinatorActor, Decisions, ParticipantActor
-from actorsnap.errors import ActorSnapError, describe
+from actorsnap.errors import ActorSnapError, describe, is_same
 from actorsnap.log import Log
 from actorsnap.options import Options
-from actorsnap.protocol.failure import Failure, Stage, restore_aborted
+from actorsnap.protocol.failure import Failure, Stage, restore_aborted, save_aborted
 from actorsnap.protocol.messages import Label
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.runtime.host import Host, Script
@@ -75,6 +76,49 @@ def call_together(
         together.close()
 
 
+def announce(
+    team: Team | None,
+    label: Label,
+    options: Options,
+    work: Callable[[], Script[Any]],
+    refusal: Exception | None = None,
+) -> Script[Any]:
+    """Runs ``work`` on rank 0; returns its result, of msgpack's types, on all ranks, or its error.
+
+    A call of one round.
+
+    Args:
+        refusal: Raised on all ranks instead: the others must not wait for this one.
+    """
+
+    def body(rounds: Rounds) -> Script[Any]:
+        if refusal is not None:
+            raise refusal
+        payload = b""
+        if rounds.rank == 0:
+            payload = msgspec.msgpack.encode((yield from work()))
+        return msgspec.msgpack.decode((yield from rounds.arrive(payload)))
+
+    return (yield from call_together(team, label, options, _Announcement(), body))
+
+
+def fail_next(team: Team, options: Options, failure: Failure) -> None:
+    """Fails the next call of the ranks, in which this one takes no part. From any thread.
+
+    Does not wait.
+    """
+    Together(team, None, options, _Announcement()).close(failure)
+
+
+class _Announcement:
+    """Sends rank 0's payload to all."""
+
+    stage = Stage.JOIN
+
+    def decide(self, round: int, payloads: Mapping[int, bytes]) -> Continue:
+        return Continue(common=payloads[0], is_last=True)
+
+
 class Alone:
     """The rounds of a single rank."""
 
@@ -108,17 +152,24 @@ class Alone:
 
 
 class Together:
-    """This process' part in the next call of its team."""
+    """This process' part in the next call of its team.
 
-    def __init__(self, team: Team, label: Label, options: Options, decisions: Decisions) -> None:
+    Args:
+        label: None: the call must fail.
+    """
+
+    def __init__(
+        self, team: Team, label: Label | None, options: Options, decisions: Decisions
+    ) -> None:
         self.team = team
         self.rank = team.rank
         self._host = Host.get()
+        self._aborted = restore_aborted if label and not label.kind.is_save else save_aborted
         self._call = team.begin(label, options)
         self._participant = ParticipantActor(
             machine=Participant(rank=team.rank),
             end=self._call.participant,
-            aborted=restore_aborted,
+            aborted=self._aborted,
             timeout_s=options.timeout_s,
         )
         self._coordinator: CoordinatorActor | None = None
@@ -127,7 +178,7 @@ class Together:
                 machine=Coordinator(world_size=team.world_size),
                 end=self._call.coordinator,
                 decisions=decisions,
-                aborted=restore_aborted,
+                aborted=self._aborted,
                 timeout_s=options.timeout_s,
             )
         self._host.submit(self._run())
@@ -147,7 +198,7 @@ class Together:
             raise
         finally:
             stage = self._participant.stage
-            self._participant.abandon(restore_aborted("the runtime was stopped", stage, None))
+            self._participant.abandon(self._aborted("the runtime was stopped", stage, None))
             self._call.close()
 
     def arrive(self, payload: bytes = b"", *, then: Stage | None = None) -> Script[bytes]:
@@ -170,24 +221,20 @@ class Together:
         if not was_over:
             yield lambda _: participant.fail(self._failure_of(error))
         verdict = participant.verdict
-        is_same = isinstance(error, ActorSnapError) and _is_same(error, verdict)
-        if verdict is None or (is_same and not was_over):
+        is_own = is_same(error, verdict)
+        if verdict is None or (is_own and not was_over):
             return
         # Another rank's error arrives as a copy, without its note.
-        raise verdict from verdict.__cause__ if is_same else error
+        raise verdict from verdict.__cause__ if is_own else error
 
-    def close(self) -> None:
-        """Reports an interrupted caller."""
+    def close(self, failure: Failure | None = None) -> None:
+        """Reports ``failure``, or an interrupted caller, unless the call is over."""
         if not self._participant.is_over:
-            failure = restore_aborted("the caller was interrupted", Stage.CANCEL, self.rank)
-            self._host.submit(self._participant.fail(failure))
+            interrupted = self._aborted("the caller was interrupted", Stage.CANCEL, self.rank)
+            self._host.submit(self._participant.fail(failure or interrupted))
 
     def _failure_of(self, error: Exception) -> Failure:
         rank, stage = self.rank, self._participant.stage
         if not isinstance(error, ActorSnapError):
-            return restore_aborted(describe(error), stage, rank, error)
+            return self._aborted(describe(error), stage, rank, error)
         return Failure.of(error, stage=stage, rank=rank)
-
-
-def _is_same(error: ActorSnapError, other: ActorSnapError | None) -> bool:
-    return type(error) is type(other) and other is not None and error.fields == other.fields

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -77,6 +77,7 @@ class Engine(Protocol):
         ...
 
 
+@dataclass(eq=False, repr=False)
 class Save:
     """A save in flight.
 
@@ -95,44 +96,38 @@ class Save:
         is_committed: Nothing can fail the save any more.
         is_unanswered: See ``CommitActor``.
         is_detached: The uploader process continues the save without this one.
+        shows_progress: While a caller waits for it.
     """
 
-    engine: Engine
+    host: Host
+    request: SaveRequest
+    _: KW_ONLY
+    membership: Membership | None = None
+    fence: Fence | None = None
+    observation: Observation = field(default_factory=partial(Observation, "save"))
+    turn: CommitTurn | None = None
+    engine: Engine = field(init=False)
 
-    def __init__(
-        self,
-        host: Host,
-        request: SaveRequest,
-        *,
-        membership: Membership | None = None,
-        fence: Fence | None = None,
-        observation: Observation | None = None,
-        turn: CommitTurn | None = None,
-    ) -> None:
-        self.host = host
-        self.request = request
-        self.membership = membership
-        self.fence = fence
-        self.observation = observation or Observation("save")
-        self.turn = turn
-        self.rank = 0 if membership is None else membership.team.rank
-        self.world_size = 1 if membership is None else membership.team.world_size
+    def __post_init__(self) -> None:
+        self.rank = 0 if self.membership is None else self.membership.team.rank
+        self.world_size = 1 if self.membership is None else self.membership.team.world_size
         self.board = ProgressBoard(printable(f"snapshot {self.url} rank {self.rank}"))
         self.attempt = ""
         self.cancel_reason: str | None = None
         self.is_committed = False
         self.is_unanswered = False
         self.is_detached = False
+        self.shows_progress = False
         self._has_begun = False
         self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
         # The save no longer needs this process.
         self._left: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.eager_staged = self.staged
-        if fence is not None:
+        if self.fence is not None:
             self.eager_staged = concurrent.futures.Future()
-            fence.on_eager_staged = partial(_settle, self.eager_staged)
-            if not fence.has_eager:
+            self.fence.on_eager_staged = partial(_settle, self.eager_staged)
+            if not self.fence.has_eager:
                 _settle(self.eager_staged)
 
     @property

@@ -15,18 +15,20 @@ import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import suppress
 from types import CoroutineType, TracebackType
-from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, cast
 
 import anyio
 
 from actorsnap.actors.trace import Progress, ProgressBoard
-from actorsnap.errors import ActorSnapError, UsageError, notes_of
+from actorsnap.errors import ActorSnapError, UsageError
 from actorsnap.log import Log
 from actorsnap.options import may_block_running_loop
 from actorsnap.runtime.host import Call, Host, Script, check_not_forked, wait_done
 from actorsnap.storage.registry import without_secrets
 
 T = TypeVar("T")
+P = ParamSpec("P")
+ItemT = TypeVar("ItemT", covariant=True)
 
 _is_blocking_allowed = False
 """In threads with a running event loop."""
@@ -90,8 +92,56 @@ async def _outlast_cancellation(future: concurrent.futures.Future[Any]) -> None:
                 await wait_done(future)
 
 
-async def watch_async(board: ProgressBoard) -> AsyncGenerator[Progress, None]:
+class Reader(Protocol[ItemT]):
+    """Reads items that other threads make.
+
+    Attributes:
+        is_over: After ``read``: there will be no more.
+    """
+
+    @property
+    def is_over(self) -> bool: ...
+
+    def subscribe(self, wake: Callable[[], None]) -> Callable[[], None]:
+        """Calls ``wake`` from any thread for a new item. Returns a function that ends that."""
+        ...
+
+    def read(self) -> ItemT | None:
+        """Returns the next item; None: not yet."""
+        ...
+
+
+class _ProgressReader:
+    def __init__(self, board: ProgressBoard) -> None:
+        self._board = board
+        self._shown: Progress | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self._shown is not None and self._shown.is_last
+
+    def subscribe(self, wake: Callable[[], None]) -> Callable[[], None]:
+        return self._board.subscribe(wake)
+
+    def read(self) -> Progress | None:
+        if self._board.latest == self._shown:
+            return None
+        self._shown = self._board.latest
+        return self._shown
+
+
+def watch_async(board: ProgressBoard) -> AsyncGenerator[Progress, None]:
     """Yields the latest state of ``board`` and each change until the last."""
+    return follow_async(_ProgressReader(board))
+
+
+def watch_sync(board: ProgressBoard) -> Generator[Progress, None, None]:
+    """``watch_async`` for a plain thread; blocks between states."""
+    return follow_sync(_ProgressReader(board))
+
+
+async def follow_async(reader: Reader[T]) -> AsyncGenerator[T, None]:
+    """Yields the items of a reader until it is over."""
     changed = asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -99,32 +149,30 @@ async def watch_async(board: ProgressBoard) -> AsyncGenerator[Progress, None]:
         with contextlib.suppress(RuntimeError):
             loop.call_soon_threadsafe(changed.set)
 
-    unsubscribe = board.subscribe(wake)
+    unsubscribe = reader.subscribe(wake)
     try:
-        shown: Progress | None = None
-        while shown is None or not shown.is_last:
+        while not reader.is_over:
             changed.clear()
-            if board.latest != shown:
-                shown = board.latest
-                yield shown
-            else:
+            item = reader.read()
+            if item is not None:
+                yield item
+            elif not reader.is_over:
                 await changed.wait()
     finally:
         unsubscribe()
 
 
-def watch_sync(board: ProgressBoard) -> Generator[Progress, None, None]:
-    """``watch_async`` for a plain thread; blocks between states."""
+def follow_sync(reader: Reader[T]) -> Generator[T, None, None]:
+    """``follow_async`` for a plain thread; blocks between items."""
     changed = threading.Event()
-    unsubscribe = board.subscribe(changed.set)
+    unsubscribe = reader.subscribe(changed.set)
     try:
-        shown: Progress | None = None
-        while shown is None or not shown.is_last:
+        while not reader.is_over:
             changed.clear()
-            if board.latest != shown:
-                shown = board.latest
-                yield shown
-            else:
+            item = reader.read()
+            if item is not None:
+                yield item
+            elif not reader.is_over:
                 changed.wait()
     finally:
         unsubscribe()
@@ -139,6 +187,10 @@ def run_sync(script: Script[T], *, name: str) -> T:
         UsageError: a running event loop must not be blocked.
     """
     refuse_running_loop(name)
+    return _drive_sync(script)
+
+
+def _drive_sync(script: Script[T]) -> T:
     try:
         step = next(script)
         while True:
@@ -149,8 +201,10 @@ def run_sync(script: Script[T], *, name: str) -> T:
                 error = call.future.exception()
             except BaseException:
                 call.cancel()
-                concurrent.futures.wait([call.future])
-                script.close()
+                try:
+                    concurrent.futures.wait([call.future])
+                finally:  # a second Ctrl-C does not wait
+                    script.close()
                 raise
             if error is not None:
                 step = script.throw(_unwrap_group(error))
@@ -158,6 +212,35 @@ def run_sync(script: Script[T], *, name: str) -> T:
                 step = script.send(call.future.result())
     except StopIteration as end:
         return cast("T", end.value)
+
+
+async def run_blocking(script: Script[T]) -> T:
+    """``run_async`` for the methods of ``blocking_call``: blocks, and never suspends."""
+    return _drive_sync(script)
+
+
+def blocking_call(
+    method: Callable[Concatenate[Any, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Any, P], T]:
+    """Makes an async method block, in a class whose ``_run`` is ``run_blocking``.
+
+    Keeps signature and docstring.
+
+    Raises:
+        UsageError: From the result; a running event loop must not be blocked.
+    """
+    function = inspect.unwrap(method)
+
+    @functools.wraps(function)
+    def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        refuse_running_loop(function.__qualname__)
+        try:
+            function(self, *args, **kwargs).send(None)
+        except StopIteration as end:
+            return cast("T", end.value)
+        raise AssertionError(f"{function.__qualname__} was suspended")
+
+    return call
 
 
 async def run_on_loop(host: Host, script: Script[T]) -> T:
@@ -198,19 +281,20 @@ def refuse_running_loop(name: str) -> None:
         asyncio.get_running_loop()
     except RuntimeError:
         return
-    if _is_blocking_allowed or _is_in_kernel() or may_block_running_loop():
+    if _is_blocking_allowed or is_in_kernel() or may_block_running_loop():
         return
-    line = how_to_await(name)
+    module = "actorsnap.manager.sync" if name.startswith("CheckpointManager") else "actorsnap.sync"
+    line = f"`{how_to_await(name)}`"
     if name.startswith("PendingSnapshot."):
-        line = f"{how_to_await('Snapshot.async_take')}; {line}"
+        line = f"`{how_to_await('Snapshot.async_take')}`, then {line}"
     raise UsageError(
-        f"actorsnap.sync.{name} would block the event loop that runs in this thread. Write "
-        f"`{line}`. Or let it block: call `actorsnap.sync.allow_in_running_loop()` first, or set "
+        f"{module}.{name} would block the event loop that runs in this thread. Write "
+        f"{line}. Or let it block: call `actorsnap.sync.allow_in_running_loop()` first, or set "
         "ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1"
     ) from None
 
 
-def _is_in_kernel() -> bool:
+def is_in_kernel() -> bool:
     """Detects an IPython kernel (Jupyter, Colab), without importing it."""
     get_shell = getattr(sys.modules.get("IPython"), "get_ipython", None)
     return get_shell is not None and getattr(get_shell(), "kernel", None) is not None
@@ -235,18 +319,12 @@ def _unwrap_group(error: BaseException) -> BaseException:
     if not isinstance(error, ActorSnapError):
         return error
     try:
-        fresh = copy.copy(error).with_traceback(error.__traceback__)
-    except Exception:  # a subclass with another constructor
+        return copy.copy(error).with_traceback(error.__traceback__)
+    except Exception:  # a subclass that refuses
         return error
-    fresh.__cause__ = error.__cause__
-    for note in notes_of(error):
-        fresh.add_note(note)
-    return fresh
 
 
 logger = Log(__name__)
-
-P = ParamSpec("P")
 
 _SNAPSHOT = "actorsnap.Snapshot(...)"
 _CALLS = {
@@ -272,6 +350,10 @@ _CALLS = {
     "Snapshot.delete": (f"await {_SNAPSHOT}.delete()", "nothing was deleted"),
     "PendingSnapshot.staged": ("await pending.staged()", "nothing was waited for"),
     "PendingSnapshot.wait": ("snapshot = await pending.wait()", "nothing was waited for"),
+    "CheckpointManager.__enter__": (
+        "async with actorsnap.manager.CheckpointManager(...) as manager:",
+        "",
+    ),
     "PendingSnapshot.events": ("async for progress in pending.events():", ""),
 }
 """The correct code, and the effect of a missing ``await``, by name."""
@@ -290,9 +372,8 @@ def async_call(
     Python 3.12 on; 3.11 cannot mark it.
     """
     name = function.__qualname__
-    line, missed = _CALLS.get(
-        name, (f"await manager.{name.partition('.')[2]}(...)", "nothing happened")
-    )
+    line = how_to_await(name)
+    missed = _CALLS[name][1] if name in _CALLS else "nothing happened"
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
@@ -380,8 +461,10 @@ class AsyncCall(Coroutine[Any, Any, T]):
         return f"{self.__qualname__}({subject})"
 
     def _hint(self) -> str:
-        name = "Snapshot" if "." in self.__qualname__ else self.__qualname__
+        name, dot, _ = self.__qualname__.partition(".")
+        module = "actorsnap.manager.sync" if name == "CheckpointManager" else "actorsnap.sync"
+        name = "Snapshot" if dot and name != "CheckpointManager" else name
         return (
-            f"Write `{self._line}`, or use `from actorsnap.sync import {name}` in a script without "
+            f"Write `{self._line}`, or use `from {module} import {name}` in a script without "
             "asyncio"
         )

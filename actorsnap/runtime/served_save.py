@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING
 
 import anyio
@@ -73,11 +73,9 @@ class ServedSave:
         self._team = team
         self._turn: _LinkedTurn | None = None
         if frame.overwrite and frame.rank == 0:
-            self._turn = _LinkedTurn(
-                lambda: trainer.send(frames.AnswerWanted(frame.number, "turn"))
-            )
-        self._suspicion: str | None = None
-        self._has_suspicion = anyio.Event()
+            self._turn = _LinkedTurn(self._ask)
+        self._answers: dict[frames.Subject, frames.Answer] = {}
+        self._has_answer: dict[frames.Subject, anyio.Event] = {}
         self._has_left_trainer = False
         self._take_over: tuple[frames.TakeOver, StoreAt] | None = None
         self._ends: RelayedEnds | None = None
@@ -120,11 +118,10 @@ class ServedSave:
         """Handles the trainer's end. Call in the order of the saves' numbers."""
         # A commit that waits for the trainer's answer proceeds: all ranks have arrived there.
         self._has_left_trainer = True
-        self._has_suspicion.set()
         if self._turn is not None:
-            self._turn.leave_trainer(
-                self._host.resources.commit_order.join(self._save.location.canonical)
-            )
+            self._turn.own = self._host.resources.commit_order.join(self._save.location.canonical)
+        for has_answer in self._has_answer.values():
+            has_answer.set()
 
     def break_off(self, reason: str) -> None:
         """Ends the call of all ranks here: no message will come."""
@@ -143,12 +140,9 @@ class ServedSave:
             case frames.EndReceived():
                 assert self._ends is not None
                 self._ends.put(frame.to_coordinator, decode_item(frame.item))
-            case frames.AbsenceReported():
-                self._suspicion = frame.reason
-                self._has_suspicion.set()
-            case frames.TurnGiven():
-                assert self._turn is not None
-                self._turn.give(is_unanswered=frame.is_unanswered)
+            case frames.Answered():
+                self._answers[frame.subject] = frame.answer
+                self._has_answer[frame.subject].set()
             case frames.TakeOver():
                 self._host.submit(self._prepare_take_over(frame))
 
@@ -160,12 +154,17 @@ class ServedSave:
 
     async def suspicion(self) -> str | None:
         """See ``RelayLink``."""
-        if self._has_left_trainer:
-            return None
-        self._suspicion, self._has_suspicion = None, anyio.Event()
-        self._trainer.send(frames.AnswerWanted(self._number, "suspicion"))
-        await self._has_suspicion.wait()
-        return self._suspicion
+        answer = await self._ask("suspicion")
+        return answer if isinstance(answer, str) else None
+
+    async def _ask(self, subject: frames.Subject) -> frames.Answer:
+        """Returns the trainer's answer; None after its end."""
+        self._answers.pop(subject, None)
+        if not self._has_left_trainer:
+            self._has_answer[subject] = anyio.Event()
+            self._trainer.send(frames.AnswerWanted(self._number, subject))
+            await self._has_answer[subject].wait()
+        return self._answers.get(subject)
 
     async def _prepare_take_over(self, frame: frames.TakeOver) -> None:
         # Imports torch.
@@ -306,30 +305,23 @@ def _connect(address: StoreAddress) -> StoreAt:
 
 
 class _LinkedTurn:
-    """A turn of the trainer or, after its end, of this process."""
+    """A turn of the trainer or, after its end, of this process.
 
-    def __init__(self, ask: Callable[[], None]) -> None:
+    Attributes:
+        own: This process' turn, set at the trainer's end.
+    """
+
+    def __init__(self, ask: Callable[[frames.Subject], Awaitable[frames.Answer]]) -> None:
         self._ask = ask
-        self._given = anyio.Event()
-        self._is_unanswered = False
-        self._own: CommitTurn | None = None
-
-    def give(self, *, is_unanswered: bool) -> None:
-        self._is_unanswered = is_unanswered
-        self._given.set()
-
-    def leave_trainer(self, own: CommitTurn) -> None:
-        self._own = own
-        self._given.set()
+        self.own: CommitTurn | None = None
 
     async def wait(self) -> bool:
-        self._ask()
-        await self._given.wait()
-        return self._is_unanswered if self._own is None else await self._own.wait()
+        is_unanswered = bool(await self._ask("turn"))
+        return is_unanswered if self.own is None else await self.own.wait()
 
     def release(self, *, is_unanswered: bool = False) -> None:
-        if self._own is not None:
-            self._own.release(is_unanswered=is_unanswered)
+        if self.own is not None:
+            self.own.release(is_unanswered=is_unanswered)
 
 
 class _ArenaMemory:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import TypeAlias
 
 import anyio
@@ -32,7 +32,8 @@ from actorsnap.planning.shared_reads import (
     rank_ranges,
     split_ranges,
 )
-from actorsnap.protocol.restore import Weighed
+from actorsnap.protocol.restore import ReadCost
+from actorsnap.runtime.bars import ByteCount
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.reading import fetch_wanted, mark
@@ -60,41 +61,41 @@ _Common: TypeAlias = tuple[str, RankRanges]
 """A top-level key, and the ranks likely to want the same ranges."""
 
 
+@dataclass(eq=False, repr=False)
 class RestoreReads:
     """One rank's reads for a restore.
 
     Args:
         parts: By escaped top-level key.
         team: None for a single rank.
+
+    Attributes:
+        count: Bytes that were read or received, of ``bytes_needed``. Gaps count as well.
     """
 
-    def __init__(
-        self,
-        source: Source,
-        index: Index,
-        parts: Mapping[str, KeyRestore],
-        team: Team | None,
-        observation: Observation,
-    ) -> None:
-        self._source = source
-        self._index = index
-        self._parts = parts
-        self._team = team
-        self._observation = observation
-        self._positions = {} if team is None else {r: at for at, r in enumerate(team.ranks)}
+    source: Source
+    index: Index
+    parts: Mapping[str, KeyRestore]
+    team: Team | None
+    observation: Observation
+
+    def __post_init__(self) -> None:
+        ranks = () if self.team is None else self.team.ranks
+        self._positions = {rank: at for at, rank in enumerate(ranks)}
         self._sets: dict[tuple[int, ...] | None, RankRanges] = {}
         self._shareable = self._find_shareable()
+        self.count = ByteCount()
 
-    @property
+    @cached_property
     def bytes_needed(self) -> int:
-        wanted = sum(_size(want) for part in self._parts.values() for want in part.memory.reads)
-        return wanted - sum(part.memory.surplus_bytes for part in self._parts.values())
+        wanted = sum(_size(want) for part in self.parts.values() for want in part.memory.reads)
+        return wanted - sum(part.memory.surplus_bytes for part in self.parts.values())
 
     def interest(self, host: Host) -> ReadInterest:
         """Returns the ranges that this rank could share."""
         # The buffers must fit into the budget.
         piece_bytes = chunk_within(
-            self._source.options.chunk_bytes, host.resources.budget.limit_bytes // NUM_BUFFERS
+            self.source.options.chunk_bytes, host.resources.budget.limit_bytes // NUM_BUFFERS
         )
         digests = [
             digest_ranges(key, ranks, self._ranges(shareable))
@@ -111,7 +112,7 @@ class RestoreReads:
             arrive: Waits until all ranks arrive at the next round.
             scope: See ``transport.store.StoreSave``.
         """
-        mark(self._parts.values())
+        mark(self.parts.values())
         for number, turn in enumerate(plan.turns):
             if turn.ranks:
                 await self._share(host, plan.piece_bytes, turn, arrive, f"{scope}/{number}")
@@ -119,10 +120,12 @@ class RestoreReads:
                 for _ in range(turn.num_rounds):
                     await arrive()
         await fetch_wanted(
-            host, self._source, self._index, self._unshared(plan), observation=self._observation
+            *(host, self.source, self.index, self._unshared(plan)),
+            observation=self.observation,
+            on_read=self.count.add,
         )
 
-    def weigh(self, host: Host, plan: SharedReadPlan) -> Weighed:
+    def weigh(self, host: Host, plan: SharedReadPlan) -> ReadCost:
         """Returns the cost of ``read``. Blocks; for worker threads."""
         batches = [
             [
@@ -135,9 +138,9 @@ class RestoreReads:
                 ranges = self._ranges(self._shared(turn))
                 pieces, rank = self._pieces(turn)
                 batches += [[_slice(ranges, part) for part in by_rank[rank]] for by_rank in pieces]
-        options = self._source.options
+        options = self.source.options
         chunk_bytes = chunk_within(options.chunk_bytes, host.resources.budget.limit_bytes)
-        chunks = chunk_maps(self._index.objects)
+        chunks = chunk_maps(self.index.objects)
         bytes_read = num_requests = 0
         for batch in batches:
             for read in plan_reads(
@@ -149,12 +152,12 @@ class RestoreReads:
                     sizes = [read.stop - read.start]
                 bytes_read += sum(sizes)
                 num_requests += len(sizes)
-        return Weighed(self.bytes_needed, bytes_read, num_requests)
+        return ReadCost(self.bytes_needed, bytes_read, num_requests)
 
     def _find_shareable(self) -> dict[_Common, list[SharedRange]]:
         """Returns ranges that other ranks likely want, in a common order."""
         found: dict[_Common, dict[tuple[str, int, int], tuple[Stored, list[ByteSink]]]] = {}
-        for key, part in self._parts.items():
+        for key, part in self.parts.items():
             for want in part.memory.reads:
                 ranks, stored = self._ranks_alike(want), want.stored
                 if ranks and _size(want):
@@ -183,23 +186,23 @@ class RestoreReads:
         shared = {(key, turn.ranks) for turn in plan.turns for key in turn.keys}
         return [
             want
-            for key, part in self._parts.items()
+            for key, part in self.parts.items()
             for want in part.memory.reads
             if (key, self._ranks_alike(want)) not in shared
         ]
 
     def _key(self, stored: Stored) -> str:
-        return self._index.objects[stored.object].key
+        return self.index.objects[stored.object].key
 
     def _ranges(self, shared: Iterable[SharedRange]) -> list[Range]:
         return [Range(self._key(s.stored), s.stored.start, s.stored.stop) for s in shared]
 
     def _pieces(self, turn: SharedTurn) -> tuple[list[list[list[Part]]], int]:
-        assert self._team is not None
+        assert self.team is not None
         members = turn.members
         ranges = self._ranges(self._shared(turn))
         pieces = split_ranges(ranges, num_readers=len(members), num_rounds=turn.num_rounds)
-        return pieces, members.index(self._team.rank)
+        return pieces, members.index(self.team.rank)
 
     async def _share(
         self,
@@ -209,10 +212,10 @@ class RestoreReads:
         arrive: Callable[[], Awaitable[object]],
         scope: str,
     ) -> None:
-        source, team, observation = self._source, self._team, self._observation
+        source, team, observation = self.source, self.team, self.observation
         assert team is not None
         pieces, rank = self._pieces(turn)
-        async with source.opened(host, "read", self._index.attempt, observation.on_retry) as opened:
+        async with source.opened(host, "read", self.index.attempt, observation.on_retry) as opened:
             errands = opened.errands
             fetcher = opened.fetcher(recorder=observation.recorder)
             # One lease for all: a second one might wait for ever.
@@ -238,11 +241,12 @@ class RestoreReads:
                     pieces=pieces,
                     rank=rank,
                     memory=lease.view,
-                    read=partial(_fetch_into, fetcher, self._index),
+                    read=partial(_fetch_into, fetcher, self.index),
                     peers=broadcaster,
                     arrive=arrive,
                     run_blocking=host.run_blocking,
                     errands=errands,
+                    on_delivered=self.count.add,
                 ).run()
                 is_done = True
             finally:
@@ -278,6 +282,7 @@ class SharedReadActor:
         rank: Position of this rank in the set.
         memory: ``NUM_BUFFERS`` times the bytes of the largest piece.
         run_blocking: Copies pieces; always awaited, as the memory is the caller's.
+        on_delivered: Gets the number of bytes that were copied; on any thread.
     """
 
     ranges: Sequence[SharedRange]
@@ -289,6 +294,7 @@ class SharedReadActor:
     arrive: Callable[[], Awaitable[object]]
     run_blocking: RunBlocking
     errands: AbandonableTasks
+    on_delivered: Callable[[int], None] = lambda nbytes: None
 
     def __post_init__(self) -> None:
         size = len(self.memory) // NUM_BUFFERS
@@ -364,3 +370,4 @@ class SharedReadActor:
             for sink in self.ranges[part.request].sinks:
                 sink.copy_from(part.start, memory[at:end])
             at = end
+        self.on_delivered(at)

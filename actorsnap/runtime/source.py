@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -114,7 +114,7 @@ class Source:
         host.resources.set_budget(self.options.memory_budget_bytes)
         async with _errands(host, f"{op} {self.location.display_url}", on_retry) as errands:
             with anyio.CancelScope(deadline=self._begin()) as scope:
-                async with opened_storage(host, self.location, errands) as storage:
+                async with self._open(host, errands) as storage:
                     reader = SnapshotReader(
                         storage,
                         errands.run_blocking,
@@ -141,6 +141,9 @@ class Source:
                 retryable=True,
             )
 
+    def _open(self, host: Host, errands: AbandonableTasks) -> AbstractAsyncContextManager[Storage]:
+        return opened_storage(host, self.location, errands)
+
     def perform(self, op: str, work: Callable[[OpenSource], Awaitable[T]]) -> Script[T]:
         """Runs ``work`` as an errand of one operation."""
 
@@ -158,9 +161,9 @@ class Source:
             return None
         folder, name = parts
         try:
-            async with opened_storage(host, replace(self.location, url=folder), errands) as beside:
-                size = (await beside.stat(name)).size
-                return await beside.get(name, 0, min(size, HEAD_BYTES))
+            async with opened_storage(host, replace(self.location, url=folder), errands) as parent:
+                size = (await parent.stat(name)).size
+                return await parent.get(name, 0, min(size, HEAD_BYTES))
         except ActorSnapError:
             return None
 

@@ -11,9 +11,10 @@ import logging
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self, TypeVar
 
 import anyio
@@ -28,6 +29,7 @@ from actorsnap.options import Options, chunk_within
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.runtime import pacing
+from actorsnap.runtime.bars import of_save, shown
 from actorsnap.runtime.host import Host, Script, wait_done
 from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import (
@@ -88,6 +90,7 @@ class TakeCall:
     group: Any
     store: Any
     refusal: Exception | None = None
+    progress: bool = False
     begun_s: float = field(default_factory=time.monotonic)
 
 
@@ -98,6 +101,7 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
         save = yield from _prepare(call, is_async, ranks=(global_rank(),))
     else:
         save = yield from _prepare_in_team(call, is_async, team)
+    save.shows_progress = call.progress and save.rank == 0
     del call
     try:
         if is_async:
@@ -109,7 +113,7 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
         # Raised through the loop: an error raised by the future keeps the caller's frames and so
         # the app state alive.
         if not awaited.done() or awaited.exception() is not None:
-            yield lambda _: _await_or_cancel(save, awaited)
+            yield from _shown(save, _step(lambda: _await_or_cancel(save, awaited)))
     except BaseException:
         # Ctrl-C may have come while no step waited.
         save.cancel("the caller was interrupted")
@@ -160,6 +164,7 @@ def _prepare(
         raise UsageError(f"replicated must be a list of globs, not {replicated!r}")
     check_flag("overwrite", call.overwrite)
     check_flag("resume", call.resume)
+    check_flag("progress", call.progress)
     step = check_step(call.step)
     if call.stage not in _STAGES:
         raise UsageError(f"stage must be 'eager' or 'lazy', not {call.stage!r}")
@@ -307,7 +312,7 @@ async def _await_or_cancel(save: Save, future: concurrent.futures.Future[T]) -> 
     try:
         await wait_done(future)
     except BaseException:
-        save.cancel("the caller was cancelled")
+        save.cancel("the caller was interrupted")
         with anyio.CancelScope(shield=True):
             await wait_done(save.finished)
         raise
@@ -333,12 +338,20 @@ def await_pending(save: Save, future: concurrent.futures.Future[T]) -> Script[T]
     """Cancellation: the save continues."""
     save.check_process()
 
-    async def step() -> T:
+    async def wait() -> T:
         await wait_done(future)
         return future.result()
 
-    result: T = yield lambda _: step()
+    return (yield from _shown(save, _step(wait)))
+
+
+def _step(work: Callable[[], Coroutine[Any, Any, T]]) -> Script[T]:
+    result: T = yield lambda _: work()
     return result
+
+
+def _shown(save: Save, script: Script[T]) -> Script[T]:
+    return shown(script, of_save(save.board), save.url, is_on=save.shows_progress)
 
 
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -393,32 +406,31 @@ class Guard:
         self.remove()
 
 
+@dataclass(eq=False, repr=False)
 class _Gate:
-    def __init__(self, host: Host, fence: Fence, optimizer: Any) -> None:
-        self._host = host
-        self._fence = fence
-        self._optimizer = optimizer
-        self._shape: tuple[int, ...] = ()
-        self._watch = Watch(())
+    host: Host
+    fence: Fence
+    optimizer: Any
+    _shape: tuple[int, ...] = ()
+    _watch: Watch = field(default_factory=partial(Watch, ()))
 
     def begin(self) -> None:
         """Watches the tensors that the next step changes."""
-        fence, optimizer = self._fence, self._optimizer
+        fence, optimizer = self.fence, self.optimizer
         if not fence.is_open:
             self._shape = _shape_of(optimizer)
             watch = self._watch = Watch(fence.lazy.touched_by(optimizer))
-            self._host.call_soon(lambda: fence.watch(watch))
+            self.host.call_soon(lambda: fence.watch(watch))
 
     def wait(self) -> bool:
         """Blocks until the step's tensors are copied; returns True."""
-        if (
-            not self._fence.is_open and self._host.pid == os.getpid()
-        ):  # a forked child does not wait
-            if _shape_of(self._optimizer) != self._shape:
+        is_forked = self.host.pid != os.getpid()
+        if not self.fence.is_open and not is_forked:
+            if _shape_of(self.optimizer) != self._shape:
                 self.begin()  # new parameters or state
-            fence, watch = self._fence, self._watch
+            fence, watch = self.fence, self._watch
             if not watch.passed.is_set():
-                self._host.call_soon(lambda: fence.copy_now(watch))
+                self.host.call_soon(lambda: fence.copy_now(watch))
                 # Set for every outcome of the save. Ctrl-C interrupts.
                 watch.passed.wait()
         return True

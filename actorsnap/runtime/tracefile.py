@@ -20,7 +20,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from actorsnap.actors.trace import Recorder, Wait
+from actorsnap.actors.trace import Recorder, is_wait
 from actorsnap.errors import UsageError
 
 _VERSION = 1
@@ -118,7 +118,7 @@ def _totals(recorder: Recorder) -> Iterator[ActorTotals]:
         for kind, totals in tuple(row.totals.items()):
             yield ActorTotals(
                 actor=row.name,
-                kind=str(kind),
+                kind=kind,
                 count=totals.count,
                 nbytes=totals.nbytes,
                 seconds=totals.spent_ns / 1e9,
@@ -145,9 +145,9 @@ def _events(recorder: Recorder, pid: int, epoch_ns: int) -> Iterator[TraceEvent]
             args: dict[str, Any] = {}
             if span.key:
                 args = {"key": span.key, "offset": span.offset, "bytes": span.nbytes}
-            cat = "wait" if isinstance(span.kind, Wait) else "work"
+            cat = "wait" if is_wait(span.kind) else "work"
             yield TraceEvent(
-                ph="X", name=str(span.kind), cat=cat, pid=pid, tid=number, ts=ts, dur=dur, args=args
+                ph="X", name=span.kind, cat=cat, pid=pid, tid=number, ts=ts, dur=dur, args=args
             )
     for mark in tuple(recorder.marks):
         ts = (mark.at_ns + epoch_ns) // 1000
@@ -318,15 +318,15 @@ def _stages(about: About, spans: Sequence[TraceEvent]) -> Iterator[StageTotals]:
         spent_s[row.kind] = spent_s.get(row.kind, 0.0) + row.seconds
     of_kind = _by_kind(spans)
     first = {kind: min(event.ts or 0 for event in events) for kind, events in of_kind.items()}
-    work = sorted((kind for kind in spent_s if not _is_wait(kind)), key=lambda k: first.get(k, 0))
-    waits = sorted((kind for kind in spent_s if _is_wait(kind)), key=lambda k: -spent_s[k])
+    work = sorted((kind for kind in spent_s if not is_wait(kind)), key=lambda k: first.get(k, 0))
+    waits = sorted((kind for kind in spent_s if is_wait(kind)), key=lambda k: -spent_s[k])
     for kind in [*work, *waits]:
         yield StageTotals(
             kind=kind,
             nbytes=nbytes[kind],
             spent_s=spent_s[kind],
             busy_s=sum(end - begin for begin, end in _union(of_kind.get(kind, ()))) / 1e6,
-            is_wait=_is_wait(kind),
+            is_wait=is_wait(kind),
         )
 
 
@@ -335,10 +335,6 @@ def _by_kind(spans: Iterable[TraceEvent]) -> dict[str, list[TraceEvent]]:
     for event in spans:
         found.setdefault(event.name, []).append(event)
     return found
-
-
-def _is_wait(kind: str) -> bool:
-    return kind.startswith("wait ")
 
 
 def _union(events: Iterable[TraceEvent]) -> list[tuple[int, int]]:

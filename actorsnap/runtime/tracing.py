@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import anyio
 
-from actorsnap.actors.trace import NULL_RECORDER, Record, Recorder, Totals, Wait
+from actorsnap.actors.trace import NULL_RECORDER, Record, Recorder, Totals, is_wait
 from actorsnap.errors import StorageError, UsageError, printable
 from actorsnap.log import Log
 from actorsnap.options import Options
@@ -282,7 +282,7 @@ def _by_kind(recorder: Recorder, *, has_waits: bool = False) -> dict[str, Totals
     found: dict[str, Totals] = {}
     for row in recorder.rows:
         for kind, totals in tuple(row.totals.items()):
-            if isinstance(kind, Wait) and not has_waits:
+            if is_wait(kind) and not has_waits:
                 continue
             of_all = found.setdefault(str(kind), Totals(totals.begin_ns))
             of_all.begin_ns = min(of_all.begin_ns, totals.begin_ns)

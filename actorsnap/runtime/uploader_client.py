@@ -274,7 +274,7 @@ class Uploader:
             case frames.Alive():
                 if self._machine.state is SupervisorState.STARTING:
                     self.set_duty(self._host.resources.pace.duty)
-                    self.send(frames.AttemptsEnded(self._host.resources.attempts.latest_ended()))
+                    self.send(frames.AttemptsEnded([*self._host.resources.attempts.ended()]))
                     self._perform(self._machine.note_ready())
             case frames.Logged():
                 Log(frame.logger).log(frame.level, "%s", frame.text, extra=frame.fields)

@@ -2,7 +2,9 @@
 
 Serves the trainer over the link, with a ``ServedSave`` per save. Its process group gets no Ctrl-C;
 its workers have a lower priority. After the trainer's end it finishes detached, staged saves and
-aborts the others. Imports torch only for detached saves of several ranks.
+aborts the others. Until then it ignores SIGTERM: a system that preempts a job may send it to all
+processes, and the trainer decides whether to save or to end. Imports torch only for detached saves
+of several ranks.
 """
 
 from __future__ import annotations
@@ -96,7 +98,6 @@ class UploaderService:
         self._teams: dict[int, TeamMemory] = {}
         self._ports: dict[str, StorePort] = {}
         self._idle: anyio.Event | None = None
-        self._is_terminated = False
         self.reports_at_once = False
         self.forwarder = _Forwarder(self)
         self._parent = os.getppid()
@@ -137,9 +138,8 @@ class UploaderService:
                 await self._idle.wait()
 
     def terminate(self) -> None:
-        """Handles SIGTERM: aborts running saves, then ends."""
-        if not self._is_terminated:
-            self._is_terminated = True
+        """Handles SIGTERM: after the trainer's end, aborts what remains."""
+        if self._idle is not None:
             for save in self._saves.values():
                 save.cancel("the uploader process was asked to end (SIGTERM)")
 
@@ -183,8 +183,6 @@ class UploaderService:
                     self._saves[frame.number].deliver(frame)
 
     def _begin(self, frame: frames.BeginSave) -> None:
-        if self._is_terminated:
-            return  # for the next process
         if frame.structure is not None:
             self._known.pop(frame.forgotten, None)
             self._known[frame.digest] = frame.structure, [value for _, value in frame.values]
@@ -220,12 +218,11 @@ class UploaderService:
             now = time.monotonic()
             for save in self._saves.values():
                 save.report_progress()
-            if self._link.statistics.sent_frames == sent_frames and now - sent_s >= _ALIVE_S:
+            if self._link.sent_frames == sent_frames and now - sent_s >= _ALIVE_S:
                 self._link.send(frames.Alive())
-            if self._link.statistics.sent_frames != sent_frames:
-                sent_s, sent_frames = now, self._link.statistics.sent_frames
-            is_orphan = self._is_orphan or os.getppid() != self._parent
-            if is_orphan or (self._is_terminated and not self._saves):
+            if self._link.sent_frames != sent_frames:
+                sent_s, sent_frames = now, self._link.sent_frames
+            if self._is_orphan or os.getppid() != self._parent:
                 # A forked child may hold the trainer's end open.
                 await self._link.flush()
                 self._link.shut()

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from actorsnap.actors.fetcher import RangeRequest
-from actorsnap.actors.snapshot_reader import read_intact
+from actorsnap.actors.snapshot_reader import missing_is_damage, read_intact
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
     FormatError,
-    ObjectNotFound,
     StorageError,
     UnsupportedFormat,
     UsageError,
@@ -62,20 +61,19 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         return not self.problems
 
 
+@dataclass(eq=False, repr=False)
 class _NullSink:
     """Only counts bytes."""
 
     is_addressable = False
-
-    def __init__(self, nbytes: int, count: Callable[[int], None]) -> None:
-        self.nbytes = nbytes
-        self._count = count
+    nbytes: int
+    count: Callable[[int], None]
 
     def view(self, start: int, stop: int) -> memoryview:
         raise AssertionError("not addressable")
 
     def copy_from(self, start: int, data: memoryview) -> None:
-        self._count(len(data))
+        self.count(len(data))
 
 
 @begins_anew
@@ -116,6 +114,7 @@ def verify(
     return (yield from source.perform("verify", perform))
 
 
+@dataclass(eq=False, repr=False)
 class DataCheck:
     """Compares stored data with rank manifests.
 
@@ -127,13 +126,14 @@ class DataCheck:
         nbytes: Of intact objects; 0 if ``quick``.
     """
 
-    def __init__(
-        self, opened: OpenSource, *, level: str, progress: Callable[[int, int], None] | None
-    ) -> None:
-        self._opened = opened
+    opened: OpenSource
+    _: KW_ONLY
+    level: str
+    progress: Callable[[int, int], None] | None
+
+    def __post_init__(self) -> None:
+        opened = self.opened
         self._run_blocking = run_blocking = opened.errands.run_blocking
-        self._level = level
-        self._progress = progress
         self._pool = opened.fetcher(verify=True, run_blocking=run_blocking)
         self._unverified = opened.fetcher(verify=False, run_blocking=run_blocking)
         self._held: dict[str, _HeldObject] = {}
@@ -168,12 +168,9 @@ class DataCheck:
         async def check(record: ObjectRecord) -> None:
             nonlocal num_checked
             try:
-                await self._check(record)
+                with missing_is_damage(record.key):
+                    await self._check(record)
                 num_checked += 1
-            except ObjectNotFound as error:
-                missing = ChecksumMismatch(key=error.key, detail="the object is missing")
-                missing.__cause__ = error
-                problems.append(missing)
             except UnsupportedFormat:
                 raise  # neither intact nor damaged
             except FormatError as error:
@@ -183,22 +180,22 @@ class DataCheck:
 
         records = [each.record for each in held]
         # The pool limits concurrent reads.
-        parallel_objects = self._opened.storage.capabilities.preferred_parallel_objects
-        at_once = parallel_objects if self._level == "full" else MAX_SMALL_READS
+        parallel_objects = self.opened.storage.capabilities.preferred_parallel_objects
+        at_once = parallel_objects if self.level == "full" else MAX_SMALL_READS
         await for_each(records, check, at_once=at_once)
         self.num_objects = len(records)
         done, total = self._done_bytes, self._total_bytes
         if not problems and (
-            num_checked != len(records) or (self._level == "full" and done < total)
+            num_checked != len(records) or (self.level == "full" and done < total)
         ):
             raise StorageError(
                 op="verify",
                 key="",
-                backend=self._opened.source.location.display_url,
+                backend=self.opened.source.location.display_url,
                 detail=f"only {num_checked} of {len(records)} objects and {done} of "
                 f"{total} bytes were compared, and nothing failed",
             )
-        if self._level == "full" and is_complete:
+        if self.level == "full" and is_complete:
             found = await self._run_blocking(verify_entries, dict(enumerate(manifests)))
             known = {getattr(problem, "key", "") for problem in problems}
             problems += [error for error in found.problems.values() if error.key not in known]
@@ -213,8 +210,8 @@ class DataCheck:
         """Adds up worker threads' bytes for the caller's ``progress``."""
         with self._lock:
             self._done_bytes += nbytes
-            if self._progress is not None:
-                self._progress(self._done_bytes, self._total_bytes)
+            if self.progress is not None:
+                self.progress(self._done_bytes, self._total_bytes)
 
     async def _build(self, leaf: Doubtful) -> list[FormatError]:
         """Returns why the leaf cannot be built; empty if it can."""
@@ -235,8 +232,8 @@ class DataCheck:
 
     async def _check(self, record: ObjectRecord) -> None:
         await self._check_sizes(record)
-        if self._level == "full":
-            await read_intact(self._opened.storage, lambda: self._check_header(record))
+        if self.level == "full":
+            await read_intact(self.opened.storage, lambda: self._check_header(record))
             requests = [
                 RangeRequest(manifest, at, _NullSink(at.stop - at.start, self._count))
                 for manifest, at in self._held[record.key].leaves
@@ -246,10 +243,10 @@ class DataCheck:
 
     async def _check_sizes(self, record: ObjectRecord) -> None:
         if record.chunks:  # many keys
-            listed = self._opened.storage.list(f"{record.key}/")
+            listed = self.opened.storage.list(f"{record.key}/")
             found = {info.key: info.size async for info in listed}
         else:
-            found = {record.key: (await self._opened.storage.stat(record.key)).size}
+            found = {record.key: (await self.opened.storage.stat(record.key)).size}
         for key, size in self._held[record.key].stored.items():
             if key not in found:
                 raise ChecksumMismatch(key=key, detail="the object is missing")
@@ -265,7 +262,7 @@ class DataCheck:
 
     async def _read_header(self, record: ObjectRecord) -> bytes:
         if not record.chunks:
-            return await self._opened.storage.get(record.key, 0, record.header_bytes)
+            return await self.opened.storage.get(record.key, 0, record.header_bytes)
         header = np.empty(record.header_bytes, np.uint8)
         sink = HostMemory(header.ctypes.data, len(header), header)
         manifest, number = self._held[record.key].opener()

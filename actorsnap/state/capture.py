@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from actorsnap.errors import UsageError, call_user_code, printable, text_of
-from actorsnap.format.geometry import Box
+from actorsnap.format.geometry import Box, c_strides
 from actorsnap.format.manifest import (
     CompositeEntry,
     ContainerEntry,
@@ -37,8 +37,8 @@ from actorsnap.state.distributed import (
     Sharding,
     replication,
 )
-from actorsnap.state.optim import ModelState, class_names, plain_name, submodules_of
-from actorsnap.state.sharing import Extents, Region, memory_of, region_of
+from actorsnap.state.optim import ModelState, class_names, parts_of, plain_name, submodules_of
+from actorsnap.state.sharing import Extents, Region, region_of
 from actorsnap.state.sources import ByteSource, Captured, HostMemory, Leaf, Part
 from actorsnap.state.stateful import RNGState, validate_app_state
 from actorsnap.state.tensors import (
@@ -48,8 +48,6 @@ from actorsnap.state.tensors import (
     StridedMemory,
     address_of,
     as_bytes,
-    c_strides,
-    has_conj_or_neg_bit,
     is_addressable,
     memory_format_of,
     refusal,
@@ -117,28 +115,27 @@ def capture(
 
 def optimizers_in(app_state: Mapping[str, Any]) -> dict[str, tuple[torch.optim.Optimizer, ...]]:
     """Returns optimizers by the path of their state; those of a ``ModelState`` share one."""
-    optimizers: dict[str, tuple[torch.optim.Optimizer, ...]] = {}
-    for key, value in app_state.items():
-        if isinstance(value, torch.optim.Optimizer):
-            optimizers[escape(key)] = (value,)
-        elif isinstance(value, ModelState) and value.optimizers:
-            optimizers[join(key, "optim")] = value.optimizers
-    return optimizers
+    return {
+        join(key, "optim") if isinstance(value, ModelState) else escape(key): optimizers
+        for key, value in app_state.items()
+        if (optimizers := parts_of(value)[1])
+    }
 
 
 def _attributes_in(app_state: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the attributes of modules' parameters, which state dicts lack, by path."""
     attributes: dict[str, dict[str, Any]] = {}
     for key, value in app_state.items():
-        is_named = isinstance(value, ModelState)
-        module = value.model if is_named else value
-        if not isinstance(module, torch.nn.Module):
+        module, _ = parts_of(value)
+        if module is None:
             continue
         held = [part._parameters.values() for part in submodules_of([module])]
         if not any([vars(each) for parameters in held for each in parameters if each is not None]):
             continue  # nearly all models
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            path = join(key, "model", plain_name(module, name)) if is_named else join(key, name)
+            path = join(key, name)
+            if isinstance(value, ModelState):
+                path = join(key, "model", plain_name(module, name))
             if (encoded := objects.encode_attributes(parameter, path)) is not None:
                 attributes[path] = encoded
     return attributes
@@ -382,18 +379,17 @@ class _Collector:
         item = Item(
             path, name, tuple(tensor.shape), nbytes, itemsize, replicated, None, None, is_whole
         )
-        has_bit = has_conj_or_neg_bit(tensor)
         source: ByteSource
         if nbytes == 0:
             source = HostMemory(0, 0, None)
-        elif has_bit or not tensor.is_contiguous() or not tensor.is_cpu:
+        elif not is_addressable(tensor):
             why = refusal(tensor)
             if why is not None:
                 self._refuse(path, why)
                 return
             source = self._copied(tensor)
-            if not has_bit:
-                self._track(memory_of(tensor), tensor.device)
+            if (region := region_of(tensor)) is not None:
+                self._track(region, tensor.device)
         else:  # nearly all tensors: nothing here may be slow
             start = address_of(tensor)
             if start == 0 or tensor.untyped_storage().nbytes() < nbytes:

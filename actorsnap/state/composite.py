@@ -13,8 +13,9 @@ from typing import Any, Final, TypeAlias
 
 import torch
 
+from actorsnap.format.geometry import c_strides
 from actorsnap.format.manifest import COMPOSITE_PARTS, CompositeLayout
-from actorsnap.state.tensors import DTYPE_NAMES, DTYPES, QUANTIZED, SPARSE_LAYOUTS, c_strides
+from actorsnap.state.tensors import DTYPE_NAMES, DTYPES, QUANTIZED, SPARSE_LAYOUTS
 
 _COMPRESSED: Final = {name: kind for kind, name in SPARSE_LAYOUTS.items() if name != "sparse_coo"}
 

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, TypeGuard
 import msgspec
 import torch
 
-from actorsnap.format.geometry import Box, Placed, Placement, local_shape, place
+from actorsnap.format.geometry import Box, Placed, Placement, place
 from actorsnap.format.manifest import TensorType
 from actorsnap.state.optim import ModelState, plain_name
 from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal, tensor_type
@@ -212,12 +212,7 @@ def _layout_of(spec: Any, shape: tuple[int, ...]) -> _Layout:
         # Along axes that cut nothing, all ranks hold the same.
         ranks = ranks[tuple([coordinate[a] if a in cutting else slice(None) for a in axes])]
     holders = tuple(sorted(ranks.flatten().tolist()))
-    return (
-        place(shape, cuts),
-        local_shape(shape, cuts),
-        holders if len(holders) > 1 else None,
-        all_ranks,
-    )
+    return (*place(shape, cuts), holders if len(holders) > 1 else None, all_ranks)
 
 
 def _describe_sharded_tensor(tensor: Any) -> Sharding | str:

@@ -29,7 +29,7 @@ from actorsnap.errors import UsageError
 from actorsnap.log import Log
 from actorsnap.planning.lazy_order import set_aside
 from actorsnap.planning.packing import Piece
-from actorsnap.state.optim import ModelState, submodules_of
+from actorsnap.state.optim import parts_of, submodules_of
 from actorsnap.state.sharing import Extents, Region, memory_of, touched_without_gaps
 from actorsnap.state.sources import HostMemory, Leaf, gather
 from actorsnap.state.tensors import PLAIN_TYPES, QUANTIZED, DeviceSource, StridedMemory, address_of
@@ -116,7 +116,9 @@ def find_lazy(
         leaves: In order.
         is_guarded: Whether the steps of an optimizer can be made to wait.
     """
-    modules, optimizers = _trained_parts(app_state)
+    parts = [parts_of(value) for value in app_state.values()]
+    modules = [module for module, _ in parts if module is not None]
+    optimizers = [optimizer for _, held in parts for optimizer in held]
     tensors, watched_with, stateless, others = _steady_tensors(modules, optimizers)
     must_wait = []
     for optimizer in optimizers:
@@ -178,23 +180,6 @@ def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
     inner = getattr(optimizer, "optim", None)  # of a ZeroRedundancyOptimizer
     if hasattr(inner, "param_groups"):
         yield from tensors_of(inner)
-
-
-def _trained_parts(
-    app_state: Mapping[str, Any],
-) -> tuple[list[torch.nn.Module], list[torch.optim.Optimizer]]:
-    modules: list[torch.nn.Module] = []
-    optimizers: list[torch.optim.Optimizer] = []
-    for value in app_state.values():
-        match value:
-            case ModelState():
-                modules.append(value.model)
-                optimizers += value.optimizers
-            case torch.nn.Module():
-                modules.append(value)
-            case torch.optim.Optimizer():
-                optimizers.append(value)
-    return modules, optimizers
 
 
 def _steady_tensors(

@@ -11,7 +11,7 @@ import io
 import struct
 import warnings
 from base64 import b64decode, b64encode
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from math import isfinite
 from typing import Any, Final, Literal
@@ -22,7 +22,7 @@ import torch
 
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.state.tensors import DTYPES
-from actorsnap.state.tree import CONTAINER_TYPES
+from actorsnap.state.tree import CONTAINER_TYPES, DICT_TYPES
 
 INLINE_BYTES: Final = 4096
 """Maximum length of inline values, in bytes."""
@@ -34,10 +34,6 @@ _MAX_DEPTH: Final = 100
 """Maximum nesting of inline containers, which are encoded by recursion."""
 
 _INT64: Final = (-(1 << 63), 1 << 63)
-
-_DICTS: Final[dict[str, Callable[[Any], Any]]] = {
-    tag: kind for kind, tag in CONTAINER_TYPES.items() if issubclass(kind, dict)
-}
 
 
 def _name(value: object) -> str:
@@ -183,8 +179,8 @@ def _decode(encoded: Any, depth: int) -> Any:
     tag, value = encoded["$"], encoded["v"]
     if tag == "tuple":
         return tuple([_decode(item, depth + 1) for item in value])
-    if type(tag) is str and tag in _DICTS:
-        return _DICTS[tag]({_decode(k, depth + 1): _decode(v, depth + 1) for k, v in value})
+    if type(tag) is str and tag in DICT_TYPES:
+        return DICT_TYPES[tag]({_decode(k, depth + 1): _decode(v, depth + 1) for k, v in value})
     if tag not in _DECODERS:
         raise FormatError(key="", detail=f"unknown inline type {tag!r:.80}")
     return _DECODERS[tag](value)

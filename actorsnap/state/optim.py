@@ -309,3 +309,11 @@ class ModelState:
         # Else torch runs a step, which drops gradients.
         for optimizer in self.optimizers:
             prime_optimizer(optimizer)
+
+
+def parts_of(stateful: object) -> tuple[torch.nn.Module | None, tuple[torch.optim.Optimizer, ...]]:
+    """Returns the module and the optimizers in a stateful of an app state."""
+    if isinstance(stateful, ModelState):
+        return stateful.model, stateful.optimizers
+    module = stateful if isinstance(stateful, torch.nn.Module) else None
+    return module, (stateful,) if isinstance(stateful, torch.optim.Optimizer) else ()

@@ -15,8 +15,9 @@ import msgspec
 import numpy as np
 import torch
 
+from actorsnap.format.geometry import c_strides, extent_bytes
 from actorsnap.state.sources import memory_at
-from actorsnap.state.tensors import TensorOrArray, c_strides, extent_bytes, has_conj_or_neg_bit
+from actorsnap.state.tensors import TensorOrArray, has_conj_or_neg_bit
 
 _MAX_EXACT = 128
 """Maximum number of strided members compared in pairs; with more, extents decide."""

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from actorsnap.format.geometry import Box, flat_range_boxes
+from actorsnap.format.geometry import Box, extent_bytes, flat_range_boxes
 from actorsnap.format.manifest import CompositeLayout, MemoryFormat, TensorType
 from actorsnap.state import devices
 from actorsnap.state.devices import Lane
@@ -96,28 +96,14 @@ def memory_format_of(tensor: torch.Tensor) -> MemoryFormat | None:
     return name if is_so and not tensor.is_contiguous() else None
 
 
-def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """In elements."""
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * shape[dim]
-    return tuple(strides)
-
-
-def extent_bytes(shape: Sequence[int], strides: Sequence[int], itemsize: int) -> int:
-    if prod(shape) == 0:
-        return 0
-    last = sum([(size - 1) * stride for size, stride in zip(shape, strides, strict=True)])
-    return (last + 1) * itemsize
-
-
 def slices_of(box: Box) -> tuple[slice, ...]:
     return tuple([slice(o, o + s) for o, s in zip(box.offsets, box.sizes, strict=True)])
 
 
 def is_addressable(tensor: torch.Tensor) -> bool:
     """Whether the C-order bytes are contiguous in CPU memory."""
-    return tensor.is_cpu and tensor.is_contiguous() and not has_conj_or_neg_bit(tensor)
+    # Called for every leaf, so it calls no function of ours.
+    return tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def has_conj_or_neg_bit(tensor: torch.Tensor) -> bool:

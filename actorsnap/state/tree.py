@@ -26,6 +26,9 @@ CONTAINER_TYPES: Final[Mapping[type, ContainerType]] = {
     list: "list",
     tuple: "tuple",
 }
+DICT_TYPES: Final[Mapping[str, Callable[[Any], Any]]] = {
+    name: kind for kind, name in CONTAINER_TYPES.items() if issubclass(kind, dict)
+}
 _LISTS = frozenset({"list", "tuple"})
 _PLAIN_TYPES = frozenset({str, int, bool, float, type(None)})
 """Types of dict keys with tokens, and of items of long lists that are one leaf."""
@@ -371,17 +374,10 @@ def _build(branch: _Branch, keys: list[Key], children: list[object]) -> object:
         order = sorted(range(len(keys)), key=keys.__getitem__)  # type: ignore[arg-type]
         items = [children[i] for i in order]
         return tuple(items) if branch.kind == "tuple" else items
-    result = _DICTS[branch.kind](zip(keys, children, strict=True))
+    result = DICT_TYPES[branch.kind](dict(zip(keys, children, strict=True)))
     if branch.kind == "ordered_dict" and branch.metadata is not None:
         result._metadata = branch.metadata
     return result
-
-
-_DICTS: Final[Mapping[str, Callable[[Iterable[tuple[Key, object]]], Any]]] = {
-    "dict": dict,
-    "ordered_dict": OrderedDict,
-    "counter": lambda pairs: Counter(dict(pairs)),
-}
 
 
 def unflatten(root: str, items: Iterable[tuple[str, object]]) -> object:

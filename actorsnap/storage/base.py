@@ -30,6 +30,9 @@ CLEANUP_S = 30.0
 """Time for cleanup after a cancellation, in seconds. The rest is garbage."""
 
 
+ENDED = "the writer was completed, released or aborted"
+
+
 class RunBlocking(Protocol):
     """Runs a blocking function on a worker thread.
 
@@ -292,7 +295,7 @@ class BackendWriter(ObjectWriter):
             raise UsageError(f"{self.key!r}: the opener of an object completes or aborts it")
 
     def _ended(self, op: str) -> StorageError:
-        return self._error(op, "the writer was completed, released or aborted")
+        return self._error(op, ENDED)
 
     def _error(self, op: str, detail: str, *, retryable: bool = False) -> StorageError:
         return StorageError(
@@ -444,8 +447,8 @@ async def for_each(
 
     Raises:
         ExceptionGroup: Errors of ``perform``; the others were cancelled.
-        RuntimeError: Some have not ended: a task group swallows a ``CancelledError`` even if nobody
-            cancelled anything.
+        RuntimeError: Some have not ended: a task group swallows a ``CancelledError`` even without a
+            cancellation.
     """
     waiting = iter(items)
     num_begun = num_done = 0

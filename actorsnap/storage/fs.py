@@ -23,7 +23,7 @@ import itertools
 import os
 import stat
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager, suppress
 
 import anyio
@@ -48,7 +48,6 @@ from actorsnap.storage.base import (
 )
 from actorsnap.storage.posix import (
     CREATE_TRIES,
-    Closed,
     Descriptor,
     Folders,
     open_for_reading,
@@ -67,8 +66,6 @@ logger = Log(__name__)
 
 # Objects per thread hop of list and delete: cheap, and soon cancelled.
 _BATCH = 256
-# The kernel's limit on one read.
-_MAX_READ = 0x7FFFF000
 
 
 def open_fs(url: str, context: StorageContext) -> FsStorage:
@@ -144,16 +141,7 @@ class FsStorage(Storage):
         """
         check_size(size)
         writer = _FsWriter(self, check_key(key), size, is_opener=True)
-        try:
-            await self._run(writer._create_blocking)
-        except BaseException:
-            # Cancelled after the creation: nobody else removes the file.
-            if writer._is_created:
-                with anyio.move_on_after(CLEANUP_S, shield=True):
-                    await self._run(writer._discard_blocking)
-            writer._descriptor.close_quietly()
-            raise
-        return writer
+        return await self._open_writer(writer, writer._create_blocking)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """Opens the file of another party's writer. ``abort`` only closes it.
@@ -162,9 +150,15 @@ class FsStorage(Storage):
             ObjectNotFound: The other party aborted.
         """
         writer = _FsWriter(self, check_key(os.fsdecode(token)), 0, is_opener=False)
+        return await self._open_writer(writer, writer._join_blocking)
+
+    async def _open_writer(self, writer: _FsWriter, blocking: Callable[[], None]) -> ObjectWriter:
         try:
-            await self._run(writer._join_blocking)
+            await self._run(blocking)
         except BaseException:
+            # Perhaps cancelled after the creation: no other task removes the file.
+            if writer._is_created:
+                await writer.abort()
             writer._descriptor.close_quietly()
             raise
         return writer
@@ -176,15 +170,11 @@ class FsStorage(Storage):
     def _get_blocking(self, key: str, start: int, stop: int | None) -> bytes:
         with self._translate_errors("get", key), open_for_reading(self._path(key)) as fd:
             end = range_end(key, start, stop, os.fstat(fd).st_size)
-            parts: list[bytes] = []
-            position = start
-            while position < end:
-                part = os.pread(fd, min(end - position, _MAX_READ), position)
-                if not part:  # the file was cut after fstat
-                    raise truncated(key, end, position)
-                parts.append(part)
-                position += len(part)
-            return parts[0] if len(parts) == 1 else b"".join(parts)
+            data = bytearray(end - start)
+            num_read = pread_into(fd, start, [memoryview(data)])
+            if num_read < len(data):  # the file was cut after fstat
+                raise truncated(key, end, start + num_read)
+            return bytes(data)
 
     async def read_into(self, key: str, offset: int, views: Sequence[memoryview]) -> None:
         """Cancellation: after the read has ended, so the views are free."""
@@ -249,34 +239,35 @@ class FsStorage(Storage):
             check_key(key)
         failures: list[StorageError] = []
         for start in range(0, len(keys), _BATCH):
-            failures += await self._run(self._delete_blocking, keys[start : start + _BATCH])
+            await self._run(self._delete_blocking, keys[start : start + _BATCH], failures)
         if failures:
             raise failures[0]
 
-    def _delete_blocking(self, keys: Sequence[str]) -> Sequence[StorageError]:
-        failures = []
+    def _delete_blocking(
+        self, keys: Sequence[str], failures: MutableSequence[StorageError]
+    ) -> None:
         folders = set()
         for key in keys:
-            try:
-                with self._translate_errors("delete", key):
-                    path = self._path(key)
-                    folders.add(os.path.dirname(path))
-                    unlink_object(path)
-            except ObjectNotFound:
-                pass
-            except StorageError as error:
-                failures.append(error)
+            with self._collect_failure(key, failures):
+                path = self._path(key)
+                folders.add(os.path.dirname(path))
+                unlink_object(path)
         # The deepest first, so that each folder comes after its children.
         for folder in sorted(folders, key=len, reverse=True):
             self._folders.prune(folder)
-            try:
-                with self._translate_errors("delete", ""):
-                    self._folders.sync_entries(folder)
-            except ObjectNotFound:
-                pass  # pruned
-            except StorageError as error:
-                failures.append(error)
-        return failures
+            with self._collect_failure("", failures):
+                self._folders.sync_entries(folder)
+
+    @contextmanager
+    def _collect_failure(self, key: str, failures: MutableSequence[StorageError]) -> Iterator[None]:
+        """Ignores a missing object, and a folder that was pruned."""
+        try:
+            with self._translate_errors("delete", key):
+                yield
+        except ObjectNotFound:
+            pass
+        except StorageError as error:
+            failures.append(error)
 
     async def list_folders(self, folder: str = "") -> Sequence[str]:
         return await self._run(self._list_folders_blocking, folder and check_key(folder))
@@ -388,7 +379,7 @@ class _FsWriter(BackendWriter):
 
     def write_at_blocking(self, offset: int, views: Sequence[memoryview]) -> None:
         self._check_write(offset, views)
-        with self._translate_errors("write_at"), self._descriptor.use() as fd:
+        with self._storage._translate_errors("write_at", self.key), self._descriptor.use() as fd:
             pwrite_from(fd, offset, views)
 
     async def complete(self) -> None:
@@ -401,31 +392,25 @@ class _FsWriter(BackendWriter):
             StorageError: Something is not durable; the writer must be aborted.
         """
         self._require_opener()
-        await self._storage._run(self._complete_blocking)
+        await self._storage._run(self._complete_blocking, "complete")
         self._has_ended = True
-
-    def _complete_blocking(self) -> None:
-        with self._translate_errors("complete"):
-            with self._descriptor.use() as fd:
-                if self._storage._durable:
-                    os.fsync(fd)
-                if not os.fstat(fd).st_nlink:
-                    raise FileNotFoundError(errno.ENOENT, "deleted", self._path)
-            self._storage._folders.sync(os.path.dirname(self._path))
-            # Network file systems report late write failures here.
-            self._descriptor.close()
 
     async def release(self) -> None:
         """Fsyncs and closes the file: the opener's fsync does not reach another machine's cache."""
         self._require_joined()
-        await self._storage._run(self._release_blocking)
+        await self._storage._run(self._complete_blocking, "release")
         self._has_ended = True
 
-    def _release_blocking(self) -> None:
-        with self._translate_errors("release"):
+    def _complete_blocking(self, op: str) -> None:
+        with self._storage._translate_errors(op, self.key):
             with self._descriptor.use() as fd:
                 if self._storage._durable:
                     os.fsync(fd)
+                if self._is_opener and not os.fstat(fd).st_nlink:
+                    raise FileNotFoundError(errno.ENOENT, "deleted", self._path)
+            if self._is_opener:
+                self._storage._folders.sync(os.path.dirname(self._path))
+            # Network file systems report late write failures here.
             self._descriptor.close()
 
     async def abort(self) -> None:
@@ -437,19 +422,14 @@ class _FsWriter(BackendWriter):
             await self._storage._run(self._discard_blocking)
 
     def _create_blocking(self) -> None:
-        with self._translate_errors("writer"):
+        with self._storage._translate_errors("writer", self.key):
             fd = self._storage._create(self._path)
             self._adopt(fd)
             self._is_created = True
-            try:
-                os.ftruncate(fd, self.size)
-            except BaseException:
-                self._is_created = False
-                self._discard_blocking()
-                raise
+            os.ftruncate(fd, self.size)
 
     def _join_blocking(self) -> None:
-        with self._translate_errors("join_writer"):
+        with self._storage._translate_errors("join_writer", self.key):
             self._adopt(os.open(self._path, os.O_WRONLY))
             with self._descriptor.use() as fd:
                 self.size = os.fstat(fd).st_size
@@ -470,11 +450,3 @@ class _FsWriter(BackendWriter):
     def _adopt(self, fd: int) -> None:
         self._descriptor.open(fd)
         self._storage._open.add(self._descriptor)
-
-    @contextmanager
-    def _translate_errors(self, op: str) -> Iterator[None]:
-        with self._storage._translate_errors(op, self.key):
-            try:
-                yield
-            except Closed:
-                raise self._ended(op) from None

@@ -61,6 +61,7 @@ from actorsnap.storage.base import (
     flat,
     num_bytes,
     range_end,
+    slice_views,
     truncated,
     try_each,
 )
@@ -185,10 +186,10 @@ class FsspecStorage(Storage):
         with self._translate_errors("read_into", key):
             if not num_bytes(views):
                 await self._size(path)
-            for batch in _split_batches(flat(views)):
-                num = num_bytes(batch)
-                copy_into(memoryview(await self._range(key, path, offset, offset + num)), batch)
-                offset += num
+            for start in range(0, num_bytes(views), _PIECE_BYTES):
+                piece = slice_views(views, start, start + _PIECE_BYTES)
+                first, last = offset + start, offset + start + num_bytes(piece)
+                copy_into(memoryview(await self._range(key, path, first, last)), piece)
 
     async def _range(self, key: str, path: str, start: int, stop: int) -> bytes:
         try:
@@ -509,7 +510,7 @@ class _FsspecWriter(BackendWriter):
 
     @contextmanager
     def _break_on_error(self, op: str) -> Iterator[None]:
-        """Marks the stream as broken by a failure: nobody knows which bytes it took."""
+        """Marks the stream as broken by a failure: how many bytes it took is unknown."""
         try:
             with self._storage._translate_errors(op, self.key):
                 yield
@@ -527,21 +528,6 @@ def _drop(stream: Any) -> None:
     else:
         with suppress(Exception):
             stream.close()
-
-
-def _split_batches(views: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    batch: list[memoryview] = []
-    room = _PIECE_BYTES
-    for view in views:
-        while view.nbytes:
-            part, view = view[:room], view[room:]
-            batch.append(part)
-            room -= part.nbytes
-            if not room:
-                yield batch
-                batch, room = [], _PIECE_BYTES
-    if batch:
-        yield batch
 
 
 def _modified_s(info: Mapping[str, Any]) -> float:

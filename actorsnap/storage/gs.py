@@ -2,10 +2,10 @@
 
 - A key's object is named ``prefix/key``. ``put_if_absent`` and writers create with
   ``ifGenerationMatch=0``.
-- An object of one write is one upload; so is every object below ``_MIN_WRITE_BYTES``. Else each
-  write is an object, a *component*, and ``complete`` composes them: 32 at a time, more by a tree.
-  Components are named by their offset, in the folder ``<name>.<nonce>.parts``: the opener lists
-  those of joined writers, and deleting the folder of a key deletes them.
+- An object that its opener writes at once is one upload. Else each write is an object, a
+  *component*, and ``complete`` composes them: 32 at a time, more by a tree. Components are named by
+  their offset, in the folder ``<name>.<nonce>.parts``: the opener lists those of joined writers,
+  and deleting the folder of a key deletes them.
 - Opening and joining writers takes no request without ``older`` objects. A write after the ending
   is invisible: a component in that folder.
 - Each upload sends its CRC32C, and the answer has the one that the service found. That of a
@@ -28,7 +28,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-from actorsnap.errors import ObjectExists, StorageError, UsageError
+from actorsnap.errors import ObjectExists, StorageError
 from actorsnap.format.checksum import combine
 from actorsnap.log import Log
 from actorsnap.storage.base import (
@@ -46,7 +46,7 @@ from actorsnap.storage.base import (
     truncated,
     try_each,
 )
-from actorsnap.storage.gs_client import GsClient, GsOptions, Resource, Target
+from actorsnap.storage.gs_client import GsClient, GsOptions, NewObject, Resource
 from actorsnap.storage.network import add_policies, convert_options, split_url
 
 logger = Log(__name__)
@@ -104,13 +104,13 @@ class GsStorage(Storage):
         self._class = options.storage_class
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
-        target = Target(name=self._name(key), storage_class=self._class)
-        await self._client.upload("put", key, target, views)
+        new = NewObject(name=self._name(key), storage_class=self._class)
+        await self._client.upload("put", key, new, views)
 
     async def put_if_absent(self, key: str, data: bytes) -> None:
         """Atomicity: by a precondition that the service checks."""
-        target = Target(name=self._name(key), storage_class=self._class, if_absent=True)
-        await self._client.upload("put_if_absent", key, target, [memoryview(data)])
+        new = NewObject(name=self._name(key), storage_class=self._class, if_absent=True)
+        await self._client.upload("put_if_absent", key, new, [memoryview(data)])
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         """Opens a new object. An existing one is detected on creation."""
@@ -227,14 +227,14 @@ class GsWriter(BackendWriter):
     async def write_at(
         self, offset: int, views: Sequence[memoryview], crc32c: int | None = None
     ) -> None:
-        num = self._check(offset, views)
+        num = self._check_write(offset, views) - offset
         if not num:
             return
         upload = partial(self._client.upload, "write_at", self.key, views=views, crc=crc32c)
         self._stored[offset] = await self._store(offset, num, upload)
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
-        num = self._check(offset, views)
+        num = self._check_write(offset, views) - offset
         source = self._sources.get((offset, num, crc32c))
         if source is None:
             return False
@@ -252,20 +252,6 @@ class GsWriter(BackendWriter):
         self._stored[offset] = copied
         return True
 
-    def _check(self, offset: int, views: Sequence[memoryview]) -> int:
-        num = self._check_write(offset, views) - offset
-        if self._has_components:
-            return num
-        if not self._is_opener:
-            raise self._error("write_at", "so small an object is one write, of its opener")
-        if num < self.size:
-            raise UsageError(f"{self.key!r}: an object of {self.size} bytes is one write")
-        return num
-
-    @property
-    def _has_components(self) -> bool:
-        return self.size >= _MIN_WRITE_BYTES
-
     async def _store(
         self, offset: int, num: int, make: Callable[..., Awaitable[Resource]]
     ) -> Resource:
@@ -274,15 +260,15 @@ class GsWriter(BackendWriter):
             return await self._create(make)
         name = f"{self._folder}{offset:016x}"
         self._leftovers.add(name)
-        return await make(target=Target(name=name, storage_class=_COMPONENT_CLASS))
+        return await make(new=NewObject(name=name, storage_class=_COMPONENT_CLASS))
 
     async def _create(self, make: Callable[..., Awaitable[Resource]]) -> Resource:
         """Creates the object. Replaces only an object of an earlier try."""
         is_again, self._has_begun = self._has_begun, True
         storage_class = self._client.options.storage_class
-        target = Target(name=self._name, storage_class=storage_class, if_absent=not is_again)
+        new = NewObject(name=self._name, storage_class=storage_class, if_absent=not is_again)
         try:
-            return await make(target=target)
+            return await make(new=new)
         except ObjectExists:
             self._has_begun = False
             raise
@@ -312,7 +298,7 @@ class GsWriter(BackendWriter):
             await self._create(upload)
             return
         stored: Mapping[int, Resource] = self._stored
-        if self._has_components and _find_gap(stored, self.size) is not None:
+        if _find_gap(stored, self.size) is not None:
             stored = await self._list_components()  # includes joined writers'
         if (at := _find_gap(stored, self.size)) is not None:
             raise self._error(
@@ -359,8 +345,8 @@ class GsWriter(BackendWriter):
         self._leftovers.update(groups)
 
         async def compose(name: str) -> None:
-            target = Target(name=name, storage_class=_COMPONENT_CLASS)
-            await self._client.compose("complete", self.key, target, groups[name])
+            new = NewObject(name=name, storage_class=_COMPONENT_CLASS)
+            await self._client.compose("complete", self.key, new, groups[name])
 
         await try_each(groups, compose, at_once=self._client.options.max_concurrency)
         return list(groups)
@@ -372,8 +358,7 @@ class GsWriter(BackendWriter):
             return
         with anyio.move_on_after(CLEANUP_S, shield=True):
             try:
-                if self._has_components:
-                    await self._list_components()
+                await self._list_components()
                 await self._delete(
                     "abort", [*self._leftovers, *([self._name] if self._has_begun else [])]
                 )

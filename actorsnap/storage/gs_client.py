@@ -102,7 +102,7 @@ class Resource(msgspec.Struct, frozen=True, kw_only=True):
     modified_s: float
 
 
-class Target(msgspec.Struct, frozen=True, kw_only=True):
+class NewObject(msgspec.Struct, frozen=True, kw_only=True):
     """An object to create. Unless ``if_absent``, one of the same name is replaced."""
 
     name: str
@@ -145,7 +145,12 @@ class GsClient:
         self._credentials: _Credentials | None = None
 
     async def upload(
-        self, op: str, key: str, target: Target, views: Sequence[memoryview], crc: int | None = None
+        self,
+        op: str,
+        key: str,
+        new: NewObject,
+        views: Sequence[memoryview],
+        crc: int | None = None,
     ) -> Resource:
         """Creates an object of the bytes of ``views``; ``crc`` is their CRC32C, if known.
 
@@ -157,7 +162,7 @@ class GsClient:
         if crc is None:
             crc = await self._run(crc32c_of, views)
         boundary = secrets.token_hex(16)
-        metadata = target.metadata(crc32c=encode_crc32c(crc))
+        metadata = new.metadata(crc32c=encode_crc32c(crc))
         head = (
             f"--{boundary}\r\nContent-Type: application/json; charset=UTF-8\r\n\r\n"
             f"{json.dumps(metadata)}\r\n"
@@ -165,43 +170,41 @@ class GsClient:
         )
         tail = f"\r\n--{boundary}--\r\n"
         body = [memoryview(head.encode()), *views, memoryview(tail.encode())]
-        query = self._creation_query(
-            target, uploadType="multipart", name=target.name, fields=_FIELDS
-        )
-        self._object_url(op, key, target.name)  # refuses bad names
+        query = self._creation_query(new, uploadType="multipart", name=new.name, fields=_FIELDS)
+        self._object_url(op, key, new.name)  # refuses bad names
         url = f"{self._root}/upload/storage/v1/b/{self._bucket}/o?{query}"
         content = {"content-type": f"multipart/related; boundary={boundary}"}
         response = await self._send(op, key, "POST", url, content, body, is_bulk=True)
         stored = self._resource(op, key, self._json(op, key, response.body))
         if stored.crc32c != crc or stored.size != num_bytes(views):
             # The service refuses them; emulators may store them.
-            await self.delete(op, {target.name: key})
+            await self.delete(op, {new.name: key})
             raise self._error(op, key, "other bytes were stored than sent", retryable=True)
         return stored
 
-    async def compose(self, op: str, key: str, target: Target, sources: Sequence[str]) -> Resource:
+    async def compose(self, op: str, key: str, new: NewObject, sources: Sequence[str]) -> Resource:
         """Concatenates up to 32 objects, in this order."""
         content = {
             "sourceObjects": [{"name": source} for source in sources],
-            "destination": target.metadata(contentType=_CONTENT_TYPE),
+            "destination": new.metadata(contentType=_CONTENT_TYPE),
         }
-        query = self._creation_query(target, fields=_FIELDS)
-        url = f"{self._object_url(op, key, target.name)}/compose?{query}"
+        query = self._creation_query(new, fields=_FIELDS)
+        url = f"{self._object_url(op, key, new.name)}/compose?{query}"
         return self._resource(op, key, await self._post(op, key, url, content))
 
-    async def copy(self, op: str, key: str, target: Target, source: str) -> Resource:
+    async def copy(self, op: str, key: str, new: NewObject, source: str) -> Resource:
         """Copies an object.
 
         A change of place, class or key is a real copy and takes more than one request.
         """
-        name = quote(target.name, safe="")
+        name = quote(new.name, safe="")
         url = f"{self._object_url(op, key, source)}/rewriteTo/b/{self._bucket}/o/{name}"
         params = {"fields": f"rewriteToken,resource({_FIELDS})"}
         if self.options.kms_key is not None:
             params["destinationKmsKeyName"] = self.options.kms_key
-        if target.if_absent:
+        if new.if_absent:
             params |= _IF_ABSENT
-        content = target.metadata(contentType=_CONTENT_TYPE)
+        content = new.metadata(contentType=_CONTENT_TYPE)
         while True:
             answer = await self._post(op, key, f"{url}?{self._query(**params)}", content)
             if not answer.get("rewriteToken"):
@@ -316,10 +319,10 @@ class GsClient:
             params["userProject"] = self.options.user_project
         return urlencode(params)
 
-    def _creation_query(self, target: Target, **params: str) -> str:
+    def _creation_query(self, new: NewObject, **params: str) -> str:
         if self.options.kms_key is not None:
             params["kmsKeyName"] = self.options.kms_key
-        if target.if_absent:
+        if new.if_absent:
             params |= _IF_ABSENT
         return self._query(**params)
 

@@ -244,7 +244,7 @@ class _MemoryWriter(BackendWriter):
     ) -> None:
         size = len(upload.buffer)
         super().__init__(upload.key, size, token, url=storage.url, is_opener=is_opener)
-        self._capabilities = storage.capabilities
+        self._storage = storage
         self._space = storage._space
         self._upload = upload
 
@@ -253,7 +253,7 @@ class _MemoryWriter(BackendWriter):
     ) -> None:
         stop = self._check_write(offset, views)
         await checkpoint()
-        is_checked = crc32c is not None and self._capabilities.checks_crc32c
+        is_checked = crc32c is not None and self._storage.capabilities.checks_crc32c
         if is_checked and crc32c_of(flat(views)) != crc32c:
             detail = f"[{offset}, {stop}) does not have the CRC32C that came with it"
             raise self._error("write_at", detail, retryable=True)
@@ -288,28 +288,16 @@ class _MemoryWriter(BackendWriter):
                 raise self._error("complete", fault)
             value = _Object(self._upload.buffer, time.time())
             if self._space.objects.setdefault(self._upload.full, value) is not value:
-                raise ObjectExists(
-                    op="complete",
-                    key=self.key,
-                    backend=self._url,
-                    detail="the object was created by another party meanwhile",
-                )
+                self._storage._raise_exists("complete", self.key)
             del self._space.uploads[self.token]
 
     def _fault(self) -> str:
-        least_bytes = self._capabilities.least_write_bytes(self.size)
+        least_bytes = self._storage.capabilities.least_write_bytes(self.size)
         position = self._upload.num_written()
         for start, stop in sorted(self._upload.ranges):
             if stop - start < least_bytes and stop < self.size:
                 return f"[{start}, {stop}) is less than {least_bytes} bytes"
         return f"byte {position} of {self.size} was never written" if position < self.size else ""
-
-    async def release(self) -> None:
-        await checkpoint()
-        self._require_joined()
-        with self._space.lock:
-            self._require_open("release")
-        self._has_ended = True
 
     async def abort(self) -> None:
         # No checkpoint: an abort must have its effect under cancellation.

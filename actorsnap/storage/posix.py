@@ -20,7 +20,7 @@ from actorsnap.errors import (
     StorageFull,
     UsageError,
 )
-from actorsnap.storage.base import ObjectInfo, flat, num_bytes
+from actorsnap.storage.base import ENDED, ObjectInfo, flat, num_bytes
 
 # How often creation may lose against a concurrent prune of the folder.
 CREATE_TRIES = 100
@@ -40,14 +40,11 @@ _RETRYABLE = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTA
 _READING = {"get", "read_into", "stat", "join_writer"}
 
 
-class Closed(Exception):
-    """The descriptor is closed or about to be."""
-
-
 class Descriptor:
     """A file descriptor that its last user closes.
 
     A number closed during a write may be reused for another file, which the write would then hit.
+    So a use after ``close`` raises EBADF.
     """
 
     def __init__(self) -> None:
@@ -63,7 +60,7 @@ class Descriptor:
     def use(self) -> Iterator[int]:
         with self._lock:
             if self._is_closing or self._fd < 0:
-                raise Closed
+                raise OSError(errno.EBADF, ENDED)
             self._users += 1
         try:
             yield self._fd
@@ -418,17 +415,16 @@ def _describe_parent(key: str, root: str) -> str:
 
 
 def _describe_obstacle(path: str) -> str:
-    """Describes the file or dangling link in a folder's place; empty if there is none."""
+    """Describes the file or dangling link in a folder's place; empty if it has a folder."""
     while not os.path.lexists(path):
         path = os.path.dirname(path)
     if os.path.isdir(path):
         return ""
-    is_dangling = os.path.islink(path) and not os.path.exists(path)
-    return f"{path} is {'a symbolic link to nothing' if is_dangling else 'a file'}"
+    return _describe_non_object(path) or f"{path} is a file"
 
 
 def _describe_non_object(path: str) -> str:
-    """Describes the folder or dangling link in an object's place; empty if there is none."""
+    """Describes the folder or dangling link in an object's place; empty if it has neither."""
     if os.path.isdir(path):
         return f"{path} is a folder"
     is_dangling = os.path.islink(path) and not os.path.exists(path)

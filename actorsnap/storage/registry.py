@@ -169,7 +169,7 @@ def check_url(url: object) -> str:
         raise UsageError("a URL or a path must not be empty or contain NUL")
     if _HOME.match(text):
         raise UsageError(
-            f"{text!r} begins with ~, which shells expand and nobody else: pass "
+            f"{text!r} begins with ~, which only shells expand: pass "
             "os.path.expanduser(path), or an absolute path if there is a folder of that name"
         )
     if _COLLAPSED_SCHEME.match(text):

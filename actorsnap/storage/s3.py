@@ -47,6 +47,7 @@ from actorsnap.storage.base import (
     num_bytes,
     range_end,
     slice_views,
+    try_each,
 )
 from actorsnap.storage.network import add_policies, convert_options, encode_crc32c
 from actorsnap.storage.s3_bucket import S3Bucket, Sent, UploadPart, error_code, etag_of, info_of
@@ -229,15 +230,25 @@ class S3Storage(Storage):
     async def list_folders(self, folder: str = "") -> Sequence[str]:
         """Includes folders of unfinished uploads."""
         start = f"{check_key(folder)}/" if folder else ""
-        folders: set[str] = set()
-        async for page in self.bucket.pages("list_folders", start, Delimiter="/"):
-            keys = [self.bucket.relative(each["Prefix"]) for each in page.get("CommonPrefixes", ())]
-            folders.update(key.removeprefix(start).rstrip("/") for key in keys)
-        async for key, _ in self.bucket.uploads(start):
-            name, is_folder, _ = key.removeprefix(start).partition("/")
-            if is_folder:
-                folders.add(name)
-        return sorted(folders)
+        keys: list[str] = []
+        troubles: list[StorageError] = []
+
+        async def list_objects() -> None:
+            async for page in self.bucket.pages("list_folders", start, Delimiter="/"):
+                prefixes = page.get("CommonPrefixes", ())
+                keys.extend([self.bucket.relative(each["Prefix"]) for each in prefixes])
+
+        async def list_uploads() -> None:
+            try:
+                keys.extend([key async for key, _ in self.bucket.uploads(start)])
+            except StorageError as error:  # that of the objects counts first
+                troubles.append(error)
+
+        await try_each([list_objects, list_uploads], lambda look: look(), at_once=2)
+        if troubles:
+            raise troubles[0]
+        parts = [key.removeprefix(start).partition("/") for key in keys]
+        return sorted({name for name, is_folder, _ in parts if is_folder})
 
     async def delete_folder(self, folder: str) -> Sequence[str]:
         """Deletes all objects in ``folder`` and aborts its uploads; returns their keys."""
@@ -273,9 +284,7 @@ class SmallWriter(_Writer):
     ) -> None:
         stop = self._check_write(offset, views)
         if not self._is_opener:
-            raise self._error(
-                "write_at", f"the opener of {self.size} bytes writes them, all at once"
-            )
+            raise self._error("write_at", f"{self.size} bytes are one write, of the opener")
         if stop - offset < self.size:
             raise UsageError(f"{self.key!r}: an object of {self.size} bytes is one write")
         await anyio.lowlevel.checkpoint()

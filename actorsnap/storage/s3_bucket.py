@@ -40,6 +40,9 @@ _BUCKET_PATTERN = r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+"
 _MAX_DELETED = 1000
 """Keys in one request."""
 
+_PROBE_DELAYS_S = (0.2, 0.5, 1.0)
+"""Between tries to delete a probe, in seconds."""
+
 _MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
 
 
@@ -291,7 +294,19 @@ class S3Bucket:
             yield key
         finally:
             with anyio.CancelScope(shield=True), suppress(StorageError):
+                await self._delete_probe(key)
+
+    async def _delete_probe(self, key: str) -> None:
+        # No retry policy wraps this call, and nothing would delete the object later.
+        for delay_s in _PROBE_DELAYS_S:
+            try:
                 await self.delete([key])
+                return
+            except StorageError as error:
+                if not error.retryable:
+                    raise
+            await anyio.sleep(delay_s)
+        await self.delete([key])
 
     async def checksums(self, bodies: Sequence[Sequence[memoryview]]) -> Sequence[int]:
         return await self._context.run_blocking(lambda: [crc32c_of(views) for views in bodies])

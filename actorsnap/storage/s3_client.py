@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import io
 import logging
 import re
 import ssl
@@ -323,7 +322,7 @@ class S3Client:
                 deadline_s=options.transfer_timeout_s if is_long else options.request_timeout_s,
                 kept_bytes=_MAX_ANSWER_BYTES,
             ),
-            [memoryview(_to_bytes(request.body))],
+            [memoryview(request.body or b"")],
         )
         return AioAWSResponse(request.url, response.status, response.headers, _Body(response.body))
 
@@ -403,18 +402,6 @@ def _check_proxy(given: str | None) -> str | None:
     return proxy
 
 
-def _to_bytes(body: object) -> bytes | bytearray:
-    if body is None:
-        return b""
-    if isinstance(body, str):
-        return body.encode()
-    if isinstance(body, io.IOBase):
-        read: bytes = body.read()
-        return read
-    assert isinstance(body, bytes | bytearray)
-    return body
-
-
 def _raise_for_status(response: Response, operation: str) -> None:
     if response.status < 300:
         return
@@ -465,11 +452,6 @@ _NEEDED = (
 )
 
 
-def _is_missing(error: ClientError) -> bool:
-    """Whether the object does not exist. A response to HEAD has the status only."""
-    return error.response["Error"].get("Code") in ("NoSuchKey", "404", "NotFound")
-
-
 def translate_error(
     error: Exception, client: S3Client, *, op: str, key: str, url: str, bucket: str
 ) -> StorageError:
@@ -512,7 +494,7 @@ def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
     code = str(failure.get("Code") or status)
     answer = f"{code} ({status})"
     wait_s = parse_retry_after(headers.get("retry-after"))
-    if _is_missing(error):
+    if code in ("NoSuchKey", "NotFound", "404"):  # HEAD is answered by a status only
         return ObjectNotFound, f"{answer}: no such object", {}
     if code == "NoSuchBucket":
         return StorageError, f"{answer}: create it, or correct its name or endpoint_url", {}

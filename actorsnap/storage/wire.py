@@ -296,10 +296,7 @@ class _Connection(http.client.HTTPConnection):
         request, outgoing, incoming = exchange
         # A response keeps its socket open longer than its connection.
         with self._send(request, outgoing) as response:
-            headers: dict[str, str] = {}
-            for name, value in response.getheaders():
-                other = headers.get(name.lower())
-                headers[name.lower()] = value if other is None else f"{other}, {value}"
+            headers = {name.lower(): response.getheader(name, "") for name in response.headers}
             body = b""
             if incoming is not None and response.status in (200, 206):
                 _fill(response, incoming)

@@ -350,7 +350,7 @@ def _own_error(error: BaseException, *, op: str, key: str, backend: str) -> Acto
     if own is UsageError:
         return UsageError(detail)
     if type(leaf).__name__ == "CancelledError":
-        detail += " although nobody cancelled the call: was its client closed?"
+        detail += " although the call was not cancelled: was its client closed?"
     kind, retryable = StorageError, isinstance(leaf, ConnectionError | TimeoutError)
     if own is not None and issubclass(own, StorageError):
         kind, retryable = own, attribute_of(leaf, "retryable") is True

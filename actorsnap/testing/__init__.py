@@ -1,4 +1,4 @@
-"""Tools for tests of actorsnap and of its plugins. Public and stable.
+"""Tools for tests of actorsnap, of its plugins and of training jobs. Public and stable.
 
 Only ``StorageConformance``, imported on first use, needs pytest and hypothesis.
 """
@@ -14,15 +14,18 @@ import anyio
 import anyio.to_thread
 
 from actorsnap.testing.faults import FaultyStorage, ThrottledStorage
+from actorsnap.testing.resume import Resumable, check_resume
 
 if TYPE_CHECKING:
     from actorsnap.testing.conformance import StorageConformance
 
 __all__ = [
     "FaultyStorage",
+    "Resumable",
     "StorageConformance",
     "ThrottledStorage",
     "bounded",
+    "check_resume",
     "run_blocking_in_thread",
 ]
 

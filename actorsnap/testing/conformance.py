@@ -186,24 +186,21 @@ class StorageConformance:
 
     # --- put, get ---------------------------------------------------------------------------
 
-    async def test_put_then_get(self, storage: Storage, other: Storage) -> None:
-        await storage.put("folder/key", [memoryview(b"some"), memoryview(bytearray(b" bytes"))])
-        for instance in (storage, other):
-            data = await instance.get("folder/key")
-            assert data == b"some bytes"
-            assert type(data) is bytes
-
     @pytest.mark.parametrize("size", [0, 1, 5, 100_000])
     async def test_put_replaces_longer_and_shorter_objects(
-        self, storage: Storage, size: int
+        self, storage: Storage, other: Storage, size: int
     ) -> None:
-        await _put(storage, "key", data=b"older bytes")
-        await storage.put("key", views_of(pattern(size), 1000))
-        assert await storage.get("key") == pattern(size)
-        info = await storage.stat("key")
-        assert (info.key, info.size) == ("key", size)
+        await storage.put("folder/key", [memoryview(b"older"), memoryview(bytearray(b" bytes"))])
+        assert await other.get("folder/key") == b"older bytes"
+        await storage.put("folder/key", views_of(pattern(size), 1000))
+        for instance in (storage, other):
+            data = await instance.get("folder/key")
+            assert data == pattern(size)
+            assert type(data) is bytes
+        info = await storage.stat("folder/key")
+        assert (info.key, info.size) == ("folder/key", size)
         assert info.modified_s >= 0.0
-        assert await keys_in(storage) == ["key"]
+        assert await keys_in(storage) == ["folder/key"]
 
     async def test_a_reader_sees_the_older_or_the_newer_object(self, storage: Storage) -> None:
         older, newer = b"o" * 10_000, b"n" * 300_000
@@ -248,8 +245,11 @@ class StorageConformance:
 
     # --- put_if_absent ----------------------------------------------------------------------
 
-    async def test_put_if_absent_creates_once_until_deleted(self, storage: Storage) -> None:
-        await storage.put_if_absent("actorsnap.json", b"first")
+    @pytest.mark.parametrize("how", range(3), ids=["put", "put_if_absent", "writer"])
+    async def test_put_if_absent_creates_once_until_deleted(
+        self, storage: Storage, how: int
+    ) -> None:
+        await _create(storage, "actorsnap.json", b"first", how)
         with pytest.raises(ObjectExists) as raised:
             await storage.put_if_absent("actorsnap.json", b"second")
         assert raised.value.key == "actorsnap.json"
@@ -258,15 +258,6 @@ class StorageConformance:
         await storage.delete(["actorsnap.json"])
         await storage.put_if_absent("actorsnap.json", b"third")
         assert await storage.get("actorsnap.json") == b"third"
-
-    @pytest.mark.parametrize("how", [0, 2], ids=["put", "writer"])
-    async def test_put_if_absent_keeps_objects_of_other_verbs(
-        self, storage: Storage, how: int
-    ) -> None:
-        await _create(storage, "key", b"first", how)
-        with pytest.raises(ObjectExists):
-            await storage.put_if_absent("key", b"second")
-        assert await storage.get("key") == b"first"
 
     async def test_exactly_one_of_many_put_if_absent_wins(
         self, storage: Storage, other: Storage
@@ -405,17 +396,23 @@ class StorageConformance:
         await storage.delete_folder("folder")
         assert await keys_in(storage) == []
 
-    @pytest.mark.parametrize("is_written", [True, False])
-    async def test_abort_leaves_nothing_readable(self, storage: Storage, is_written: bool) -> None:
-        writer = await storage.writer("folder/key", 6)
-        if is_written:
-            await writer.write_at(0, [memoryview(b"abcdef")])
+    @pytest.mark.parametrize("written", ["all", "nothing", "cancelled"])
+    async def test_abort_leaves_nothing_readable(self, storage: Storage, written: str) -> None:
+        part = _write_bytes(storage, 1_000_000)
+        data = pattern(4 * part)
+        writer = await storage.writer("folder/key", len(data))
+        with anyio.CancelScope() as scope:
+            if written == "cancelled":
+                scope.cancel()
+            if written != "nothing":
+                await _write_parts([writer], data, part)
         await writer.abort()
         with pytest.raises(ObjectNotFound):
             await storage.get("folder/key")
         with pytest.raises(ObjectNotFound):
             await storage.stat("folder/key")
-        assert await keys_in(storage) == []
+        if written != "cancelled":  # a running request may leave a part
+            assert await keys_in(storage) == []
         await _write(storage, "folder/key", b"second try")
         assert await storage.get("folder/key") == b"second try"
 
@@ -450,17 +447,6 @@ class StorageConformance:
         assert await storage.list_folders() == ["newer"]
         await dead.abort()
 
-    async def test_a_cancelled_writer_can_be_aborted(self, storage: Storage) -> None:
-        part = _write_bytes(storage, 1_000_000)
-        data = pattern(4 * part)
-        writer = await storage.writer("key", len(data))
-        with anyio.CancelScope() as scope:
-            scope.cancel()
-            await _write_parts([writer], data, part)
-        await writer.abort()
-        with pytest.raises(ObjectNotFound):
-            await storage.get("key")
-
     async def test_a_cancelled_put_is_done_or_not_done(self, storage: Storage) -> None:
         await _put(storage, "key", data=b"older")
         with anyio.CancelScope() as scope:
@@ -489,17 +475,22 @@ class StorageConformance:
         assert await storage.get("folder/two") == b"two"
         assert await keys_in(storage) == ["folder/two"]
 
-    async def test_an_object_of_8_mib(self, storage: Storage) -> None:
+    async def test_concurrent_reads_of_8_mib(self, storage: Storage) -> None:
         part = _write_bytes(storage, 1 << 20)
         data = pattern(max(8 << 20, part))
         writer = await storage.writer("big", len(data))
         await _write_parts([writer], data, part)
         await writer.complete()
         target = bytearray(len(data))
+
+        async def get(start: int) -> None:
+            assert await storage.get("big", start, start + 999) == data[start : start + 999]
+
         async with anyio.create_task_group() as tasks:
-            for start in range(0, len(data), 3_000_001):
-                views = [memoryview(target)[start : start + 3_000_001]]
+            for start in range(0, len(data), 1_000_001):
+                views = [memoryview(target)[start : start + 1_000_001]]
                 tasks.start_soon(storage.read_into, "big", start, views)
+                tasks.start_soon(get, start // 2)
         assert hashlib.sha256(target).digest() == hashlib.sha256(data).digest()
 
     async def test_empty_objects(self, storage: Storage) -> None:
@@ -541,45 +532,24 @@ class StorageConformance:
         """Beyond the end they raise."""
         data = b"0123456789"
         await _put(storage, "key", data=data)
-        target = bytearray((stop or len(data)) - start)
+        size = (stop or len(data)) - start
+        target = bytearray(b"." * (8 + size))
         view = memoryview(target)
+        views = [view[8 : 7 + size], view[:0], view[4:5][:size]]
         if stop is None or stop <= len(data):
             assert await storage.get("key", start, stop) == data[start:stop]
-            await storage.read_into("key", start, [view[:1], view[1:]])
-            assert target == data[start:stop]
+            await storage.read_into("key", start, views)
+            assert b"".join(views) == data[start:stop]
+            assert target.count(b".") == 8
             return
-        for call in (
-            storage.get("key", start, stop),
-            storage.read_into("key", start, [view[:1], view[1:]]),
-        ):
+        for call in (storage.get("key", start, stop), storage.read_into("key", start, views)):
             with pytest.raises(ChecksumMismatch) as raised:
                 await call
             assert raised.value.key == "key"
 
-    async def test_read_into_fills_all_views(self, storage: Storage) -> None:
-        await _put(storage, "key", data=b"0123456789")
-        target = bytearray(b"........")
-        view = memoryview(target)
-        await storage.read_into("key", 2, [view[4:7], view[:0], view[0:2]])
-        assert bytes(target) == b"56..234."
-
-    async def test_concurrent_reads(self, storage: Storage) -> None:
-        data = pattern(200_000)
-        await storage.put("key", [memoryview(data)])
-
-        async def read(start: int) -> None:
-            assert await storage.get("key", start, start + 999) == data[start : start + 999]
-            target = bytearray(500)
-            await storage.read_into("key", start, [memoryview(target)])
-            assert target == data[start : start + 500]
-
-        async with anyio.create_task_group() as tasks:
-            for start in range(0, 190_000, 10_000):
-                tasks.start_soon(read, start)
-
-    @pytest.mark.parametrize("place", ["empty", "beside", "below-a-folder"])
+    @pytest.mark.parametrize("place", ["empty", "next-to-another", "a-folder"])
     async def test_missing_objects(self, storage: Storage, place: str) -> None:
-        key = {"empty": "key", "beside": "folder/key", "below-a-folder": "folder"}[place]
+        key = {"empty": "key", "next-to-another": "folder/key"}.get(place, "folder")
         if place != "empty":
             await _put(storage, "folder/other")
         target = [memoryview(bytearray(1))]

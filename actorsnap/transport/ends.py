@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Awaitable, Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Protocol, TypeAlias
 
 import anyio
@@ -187,6 +188,7 @@ class InprocEnds(RelayedEnds):
         return None
 
 
+@dataclass(eq=False, repr=False)
 class Relay:
     """The mailbox' side of one call; a ``RelayLink``. On the loop only.
 
@@ -195,27 +197,21 @@ class Relay:
         on_aborted: Called when the coordinator aborts the call.
     """
 
-    def __init__(
-        self,
-        *,
-        rank: int,
-        world_size: int,
-        participant: ParticipantEnd,
-        coordinator: CoordinatorEnd | None,
-        on_aborted: Callable[[Failure], None],
-    ) -> None:
-        self._rank = rank
-        self._world_size = world_size
-        self._participant = participant
-        self._coordinator = coordinator
-        self._on_aborted = on_aborted
+    _: KW_ONLY
+    rank: int
+    world_size: int
+    participant: ParticipantEnd
+    coordinator: CoordinatorEnd | None
+    on_aborted: Callable[[Failure], None]
+
+    def __post_init__(self) -> None:
         self._put: Callable[[bool, Item], None] | None = None
         self._kept: list[tuple[bool, Item]] | None = []
         self._posted_in, self._posted_out = anyio.create_memory_object_stream[
             tuple[int | None, Message] | anyio.Event
         ](math.inf)
         # To conclude the call in place of an engine that died.
-        self._rounds = dict.fromkeys(range(world_size), 0)
+        self._rounds = dict.fromkeys(range(self.world_size), 0)
         self._sent_outcome: Proceed | Aborted | None = None
         self._outcome: Proceed | Aborted | PeerLost | Broken | None = None
         self._over = anyio.Event()
@@ -224,9 +220,9 @@ class Relay:
         """Passes messages on until cancelled. Call once."""
         async with self._posted_in, self._posted_out, anyio.create_task_group() as tasks:
             tasks.start_soon(self._send_posted)
-            tasks.start_soon(self._pass_on, self._participant, False)
-            if self._coordinator is not None:
-                tasks.start_soon(self._pass_on, self._coordinator, True)
+            tasks.start_soon(self._pass_on, self.participant, False)
+            if self.coordinator is not None:
+                tasks.start_soon(self._pass_on, self.coordinator, True)
 
     def attach(self, put: Callable[[bool, Item], None]) -> None:
         """Passes all items to an engine, also those received so far."""
@@ -250,8 +246,8 @@ class Relay:
         await sent.wait()
 
     async def suspicion(self) -> str | None:
-        assert self._coordinator is not None
-        return await self._coordinator.suspicion()
+        assert self.coordinator is not None
+        return await self.coordinator.suspicion()
 
     async def conclude(
         self, failure: Failure, look: Callable[[], Awaitable[bool | None]]
@@ -266,10 +262,10 @@ class Relay:
             None if committed.
         """
         self._put = None
-        if self._coordinator is not None:
+        if self.coordinator is not None:
             return await self._conclude_for_all(failure, look)
         if self._outcome is None:
-            self.post(None, Failed(self._rank, failure))
+            self.post(None, Failed(self.rank, failure))
             await self._over.wait()
         match self._outcome:
             case Aborted(verdict):
@@ -291,7 +287,7 @@ class Relay:
         if outcome is None:
             is_committed = await look()
             outcome = Proceed(0, is_last=True) if is_committed else Aborted(failure)
-        for rank in range(self._world_size):
+        for rank in range(self.world_size):
             message = outcome
             if isinstance(outcome, Proceed):
                 message = Proceed(self._rounds[rank], is_last=True)
@@ -304,7 +300,7 @@ class Relay:
             self._outcome = outcome
             self._over.set()
         if isinstance(item, Aborted):
-            self._on_aborted(item.failure)
+            self.on_aborted(item.failure)
 
     async def _send_posted(self) -> None:
         async for posted in self._posted_out:
@@ -313,10 +309,10 @@ class Relay:
                 continue
             to, message = posted
             if to is None:
-                await self._participant.send(message)  # type: ignore[arg-type]
+                await self.participant.send(message)  # type: ignore[arg-type]
             else:
-                assert self._coordinator is not None
-                await self._coordinator.send(to, message)  # type: ignore[arg-type]
+                assert self.coordinator is not None
+                await self.coordinator.send(to, message)  # type: ignore[arg-type]
 
     async def _pass_on(self, end: ParticipantEnd | CoordinatorEnd, to_coordinator: bool) -> None:
         while True:

@@ -5,7 +5,8 @@ process' access to them. Its threads (``transport.mailbox``) only move frames; t
 interprets them, on the runtime's event loop.
 
 Frames. A frame carries a message, or a piece of one, and the number of its save. It is kept until
-that save begins here, and dropped after its end.
+that save begins here, and dropped after its end. Negative numbers are those of
+``transport.invitations``.
 
 Sessions exclude messages of earlier jobs. A rank first sends *hello* with a random token. Rank 0's
 port answers *welcome* with that token and its session's token, which all other frames carry. Frames
@@ -31,7 +32,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeAlias
 
 import anyio
@@ -42,6 +43,7 @@ from actorsnap.errors import UsageError
 from actorsnap.log import Log
 from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 from actorsnap.transport.ends import Began, Broken, PeerLost
+from actorsnap.transport.invitations import Invitations
 from actorsnap.transport.mailbox import (
     Beat,
     Delivered,
@@ -171,7 +173,7 @@ class StoreParticipant(_End):
         if self.colleague is not None:
             self.colleague.put(message)
         else:
-            self._port._send_up(self._number, message)
+            self._port.send_up(self._number, message)
 
 
 class StoreCoordinator(_End):
@@ -303,6 +305,7 @@ class StorePort:
         self._active_s = 0.0
         self._looked_s = self._beaten_s = self._clock()
 
+        self.invitations = Invitations(self)
         self._is_dispatch_due = False
         self._mailbox = Mailbox(
             store,
@@ -314,6 +317,11 @@ class StorePort:
         )
         self._mailbox.start()
         _ports.add(self)
+
+    @property
+    def left(self) -> Collection[int]:
+        """Ranks that have closed their ports. On the loop only."""
+        return self._left
 
     @property
     def is_connected(self) -> bool:
@@ -446,6 +454,7 @@ class StorePort:
         elif self._fault is None:
             self._fault = fault.reason
             self._break(list(self._open.values()), fault.reason)
+            self.invitations.break_off(fault.reason)
 
     def _break(self, saves: list[StoreSave], reason: str) -> None:
         for save in saves:
@@ -476,6 +485,7 @@ class StorePort:
             self._mailbox.present.pop(sender, None)
             self._awaited.pop(sender, None)
             self._left.add(sender)
+            self.invitations.lose(sender)
             for save in self._open.values():
                 end = save.coordinator
                 # It may leave an earlier save, which has just ended here.
@@ -496,6 +506,8 @@ class StorePort:
         elif frame.kind in (Kind.HELLO, Kind.UP, Kind.STOP):
             self._drop(frame, "it is not for a rank other than 0")
         elif self.session is None:
+            if frame.number < 0:
+                self._say_hello()
             self._unproven.append(arrived)
             if len(self._unproven) > _MAX_UNPROVEN:
                 self._drop(self._unproven.popleft().frame, "too many before the welcome")
@@ -514,7 +526,7 @@ class StorePort:
         self.session = session
         self._set_beat()  # announces the saves to rank 0
         for number, message in self._before_welcome:
-            self._send_up(number, message)
+            self.send_up(number, message)
         self._before_welcome.clear()
         for number in self._open:
             self._heard(number, _COORDINATOR)
@@ -526,6 +538,7 @@ class StorePort:
     def _on_coordinator_left(self) -> None:
         self.session = None
         self._awaited.clear()
+        self.invitations.lose(_COORDINATOR)
         for save in self._open.values():
             # A later session reuses these numbers.
             save.participant.is_orphan = True
@@ -538,6 +551,9 @@ class StorePort:
             self._on_pulse(frame.sender, arrived.content)
             return
         number = frame.number
+        if number < 0:
+            self.invitations.on_message(number, arrived.content)
+            return
         save = self._open.get(number)
         if save is not None:
             self._heard(number, frame.sender)
@@ -593,7 +609,7 @@ class StorePort:
         now = self._clock()
         self._note_absence(now)
         if not self._open:
-            self._looked_s = self._beaten_s = now  # nobody looked
+            self._looked_s = self._beaten_s = now  # no look while idle
         self._open[number] = save
         awaited = self._awaited.get(_COORDINATOR)
         save.participant.is_coordinated = awaited is not None and number in awaited.open
@@ -662,9 +678,16 @@ class StorePort:
     def _put(self, to: int, kind: Kind, token: bytes, payload: bytes = b"") -> None:
         self._mailbox.put(to, Frame(kind, self.rank, token, payload=payload))
 
-    def _send_up(self, number: int, message: ToCoordinator) -> None:
+    def _say_hello(self) -> None:
+        """Asks for the session, without a save, whose heartbeats would ask."""
+        self._put(_COORDINATOR, Kind.HELLO, self._token)
+
+    def send_up(self, number: int, message: ToCoordinator) -> None:
+        """Sends to the coordinator, also outside of a save."""
         if self.session is None:
             self._before_welcome.append((number, message))
+            if number < 0:
+                self._say_hello()
         else:
             frame = Frame(Kind.UP, self.rank, self.session, number)
             self._mailbox.put(_COORDINATOR, frame, message)

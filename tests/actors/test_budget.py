@@ -21,7 +21,7 @@ async def test_leases_up_to_the_limit_and_waits_beyond() -> None:
     first.release()
     with await budget.lease(5) as lease:
         assert len(lease.view) == 5
-    assert budget.statistics().leased_bytes == 0
+    assert budget.leased_bytes == 0
 
 
 async def test_turns_are_taken_in_the_order_of_asking() -> None:
@@ -79,7 +79,7 @@ async def test_a_cancelled_waiter_lets_the_next_one_through() -> None:
     assert len(got) == 1
     got[0].release()
     first.release()
-    assert budget.statistics().leased_bytes == 0
+    assert budget.leased_bytes == 0
 
 
 @pytest.mark.parametrize("anyio_backend", ["asyncio", "trio"])
@@ -97,7 +97,7 @@ async def test_a_grant_that_meets_a_cancellation_is_given_back() -> None:
         await anyio.wait_all_tasks_blocked()
         first.release()  # grants
         tasks.cancel_scope.cancel()  # before the waiter runs
-    assert budget.statistics().leased_bytes == 0
+    assert budget.leased_bytes == 0
 
 
 async def test_a_failed_allocation_leaves_nothing_leased() -> None:
@@ -107,7 +107,7 @@ async def test_a_failed_allocation_leaves_nothing_leased() -> None:
     budget = Budget(10, allocate=allocate)
     with pytest.raises(MemoryError):
         await budget.lease(3)
-    assert budget.statistics().leased_bytes == 0
+    assert budget.leased_bytes == 0
 
 
 async def test_releasing_twice_is_harmless() -> None:
@@ -115,7 +115,7 @@ async def test_releasing_twice_is_harmless() -> None:
     lease = await budget.lease(3)
     lease.release()
     lease.release()
-    assert budget.statistics().leased_bytes == 0
+    assert budget.leased_bytes == 0
 
 
 async def test_a_raised_limit_admits_at_once() -> None:
@@ -128,10 +128,10 @@ async def test_a_raised_limit_admits_at_once() -> None:
 
         tasks.start_soon(ask)
         await anyio.wait_all_tasks_blocked()
-        assert budget.statistics().num_waiting == 1
+        assert budget.num_waiting == 1
         budget.limit_bytes = 5
     first.release()
-    assert budget.statistics().num_waiting == 0
+    assert budget.num_waiting == 0
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -152,7 +152,7 @@ async def test_never_above_the_limit_and_nothing_left(seed: int) -> None:
                     inner.start_soon(give_up)
                     for _ in range(rounds):
                         with await budget.lease(nbytes):
-                            leased = budget.statistics().leased_bytes
+                            leased = budget.leased_bytes
                             assert leased <= 100 or leased == nbytes
                             await anyio.lowlevel.checkpoint()
                     inner.cancel_scope.cancel()
@@ -160,9 +160,8 @@ async def test_never_above_the_limit_and_nothing_left(seed: int) -> None:
         for _ in range(30):
             nbytes = rng.choice([1, 30, 99, 100, 150])
             tasks.start_soon(use, nbytes, rng.randrange(1, 5), rng.randrange(1, 40))
-    statistics = budget.statistics()
-    assert statistics.leased_bytes == 0
-    assert statistics.num_waiting == 0
+    assert budget.leased_bytes == 0
+    assert budget.num_waiting == 0
 
 
 async def test_reading_does_not_wait_for_saves_that_hold_everything() -> None:
@@ -180,12 +179,12 @@ async def test_reading_does_not_wait_for_saves_that_hold_everything() -> None:
         await anyio.wait_all_tasks_blocked()
         # One at a time goes beyond the limit: the excess is a single read.
         assert not second
-        assert budget.statistics().peak_bytes == 14
+        assert budget.peak_bytes == 14
         first.release()
         await anyio.wait_all_tasks_blocked()
         second.pop().release()
     saving.release()
-    assert budget.statistics().leased_bytes == 0
+    assert budget.leased_bytes == 0
 
 
 async def test_reading_alone_stays_within_the_limit() -> None:
@@ -196,7 +195,7 @@ async def test_reading_alone_stays_within_the_limit() -> None:
     assert scope.cancelled_caught
     for lease in leases:
         lease.release()
-    assert budget.statistics().leased_bytes == 0
+    assert budget.leased_bytes == 0
 
 
 async def test_compressing_does_not_wait_for_what_is_staged() -> None:
@@ -211,7 +210,7 @@ async def test_compressing_does_not_wait_for_what_is_staged() -> None:
         with anyio.move_on_after(0.01) as scope:
             await budget.lease(1, purpose)
         assert scope.cancelled_caught
-    assert budget.statistics().peak_bytes == 19
+    assert budget.peak_bytes == 19
     for lease in (staged, compressing, reading, decompressing):
         lease.release()
-    assert budget.statistics().leased_bytes == 0
+    assert budget.leased_bytes == 0

@@ -46,8 +46,8 @@ async def stored_of(
     )
     data = await storage.get(f"{KEY}/{start}")
     forget_space("compressing")
-    assert budget.statistics().leased_bytes == 0
-    assert budget.statistics().peak_bytes == len(whole)
+    assert budget.leased_bytes == 0
+    assert budget.peak_bytes == len(whole)
     assert (chunk.start, chunk.stop) == (start, start + len(whole))
     assert (chunk.size, chunk.crc32c) == (len(data), crc32c(data))
     return chunk, data

@@ -251,7 +251,7 @@ async def test_a_cancelled_rank_waits_for_a_rank_0_that_has_called(has_called: b
     if has_called:
         network.begin(0)
     caller = Caller(network.participant(1), rank=1, label=LABEL, timeout_s=TIMEOUT_S)
-    failure = Failure(reason="the caller was cancelled", stage=Stage.CANCEL, rank=1)
+    failure = Failure(reason="the caller was interrupted", stage=Stage.CANCEL, rank=1)
     heard: list[object] = []
 
     async def listen() -> None:

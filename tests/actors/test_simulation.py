@@ -367,7 +367,7 @@ class Simulation:
             assert older is not None
             await self.check_whole(commit, older)
         for budget in world.budgets:
-            assert budget.statistics().leased_bytes == 0, "leases leak"
+            assert budget.leased_bytes == 0, "leases leak"
         is_sure = all(failure and not failure.may_be_visible for failure in world.outcomes.values())
         if is_sure and set(self.troubles) <= ORDERLY:
             left = [info.key async for info in self.storage.list(ATTEMPT)]

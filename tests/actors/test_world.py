@@ -140,7 +140,7 @@ async def test_many_ranks_make_one_snapshot(copies: bool) -> None:
     for key in keys:
         loaded |= safetensors.torch.load(await storage.get(key))
     assert torch.equal(loaded["w"], expected)
-    assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)
+    assert all(budget.leased_bytes == 0 for budget in world.budgets)
 
 
 @pytest.mark.parametrize("codec", [None, ZSTD])
@@ -187,7 +187,7 @@ async def test_many_ranks_compress_one_object(copies: bool) -> None:
             at += size
     loaded = safetensors.torch.load(bytes(data))
     assert torch.equal(loaded["w"], torch.arange(3 * MIB, dtype=torch.uint8))
-    assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)
+    assert all(budget.leased_bytes == 0 for budget in world.budgets)
 
 
 async def test_a_rank_that_cannot_compress_is_everybodys_outcome() -> None:
@@ -296,9 +296,8 @@ async def test_a_budget_below_the_state_still_stages_everything() -> None:
     world = world_of(2, storage, copies=True, budget_bytes=MIB, replicated=[])
     assert await world.run() == {0: None, 1: None}
     for budget in world.budgets:
-        statistics = budget.statistics()
-        assert statistics.leased_bytes == 0
-        assert statistics.peak_bytes <= 2 * MIB  # one chunk, larger than the whole budget
+        assert budget.leased_bytes == 0
+        assert budget.peak_bytes <= 2 * MIB  # one chunk, larger than the whole budget
 
 
 class Recording(Wrapper):
@@ -438,7 +437,7 @@ async def test_whatever_happens_all_commit_or_all_abort(seed: int) -> None:
         await read_back(storage)
     else:
         assert not await is_committed(storage)
-    assert all(budget.statistics().leased_bytes == 0 for budget in world.budgets)
+    assert all(budget.leased_bytes == 0 for budget in world.budgets)
 
 
 class Overheard(SimulatedNetwork):

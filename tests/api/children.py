@@ -312,7 +312,7 @@ def interrupted(
             raised = "KeyboardInterrupt"
         except SnapshotAborted:
             raised = "SnapshotAborted"
-    idle = Host.get().resources.budget.statistics().leased_bytes == 0
+    idle = Host.get().resources.budget.leased_bytes == 0
     found = asyncio.run(number_at(url))
     left = asyncio.run(leftovers(url))
     threads = len(runtime_threads())

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
@@ -18,7 +18,7 @@ import torch
 
 from actorsnap import ActorSnapError, Options, StateDict, StorageError, sync
 from actorsnap.format.manifest import COMMIT_KEY
-from actorsnap.format.steps import RunRecord, StepName, decode_record, run_key
+from actorsnap.format.steps import RunRecord, StepName, decode_record, marked, run_key
 from actorsnap.manager import every, keep
 from actorsnap.manager.sync import CheckpointManager
 from actorsnap.planning.keeping import timeline
@@ -41,7 +41,12 @@ _WRITING = frozenset(
 
 
 class Operation(NamedTuple):
-    """Of a storage below the root. ``folder``: a snapshot's name, empty for the root's own."""
+    """Of a storage below the root.
+
+    Attributes:
+        folder: A snapshot's name, empty for the root's own.
+        key: Several are separated by spaces.
+    """
 
     verb: str
     folder: str
@@ -58,7 +63,10 @@ class Operation(NamedTuple):
     @property
     def is_keeping(self) -> bool:
         """Whether only retention does this."""
-        return self.verb in ("delete", "delete_folder") or "deleting/" in self.key
+        is_unpin = self.key.startswith(".manager/marks/") and "/pin-" in self.key
+        return (self.verb in ("delete", "delete_folder") and not is_unpin) or (
+            "deleting/" in self.key and self.verb != "stat"  # a pin looks there
+        )
 
 
 class Tally:
@@ -148,6 +156,9 @@ class TallyStorage(Wrapper):
         self._tally.end(operation, is_struck)
         return found
 
+    async def delete(self, keys: Sequence[str]) -> None:
+        await self.around("delete", " ".join(keys), self.inner.delete, keys)
+
     async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
         operation = Operation("list", self._folder, prefix)
         is_struck = self._tally.begin(operation)
@@ -210,27 +221,76 @@ class Trainer:
         assert self.state["bias"].unique().tolist() == [-step]
 
 
-def run_with_rewind(trainer: Trainer) -> None:
-    trainer.train(0, 1, 2, 3)
+def run_with_rewind(trainer: Trainer, log: Path) -> None:
+    trainer.train(0, 1)
+    mark(trainer, log)
+    trainer.train(2, 3)
     trainer.manager.restore(2)
     trainer.check()
     trainer.state["lap"] = 1
-    trainer.train(3, 4)
+    trainer.train(3)
+    unmark(trainer, log)
+    trainer.train(4)
     trainer.manager.close()
+
+
+def mark(trainer: Trainer, log: Path, pinned: int = 0, recorded: int = 1) -> None:
+    """Records something about a step, which may be in flight, and pins another one."""
+    trainer.manager.record(recorded, {"val": 1.0})
+    pin = trainer.manager.pin(pinned, "paper")
+    with _pin_log(log).open("a") as file:
+        file.write(f"{pin.name}\n")
+
+
+def unmark(trainer: Trainer, log: Path) -> None:
+    (name,) = pinned_in(log)
+    _pin_log(log).unlink()  # from now on it may go
+    trainer.manager.unpin(name)
+
+
+def settle(root: Path, log: Path) -> None:
+    """After a kill: logs what was committed just before, while another operation began."""
+    known = committed_in(log)
+    with log.open("a") as file:
+        for name in sorted(
+            whole_at(root) - {*known}, key=lambda name: (name.generation, name.step)
+        ):
+            file.write(f"{name}\n")
+
+
+def _pin_log(log: Path) -> Path:
+    return log.with_suffix(".pins")
+
+
+def observer(root: Path, log: Path) -> Callable[[Operation], None]:
+    """Checks after each operation, which is before the next one. Storages translate what is raised
+    there, so violations are written down: see ``assert_none_lost``.
+    """
+
+    def look(operation: Operation) -> None:
+        committed = committed_in(log)
+        there = {name for name in committed if (root / str(name) / COMMIT_KEY).exists()}
+        lost = {*committed[-1:], *pinned_in(log)} - there
+        if lost or len(there) < min(len(committed), MIN_VALID):
+            with log.with_suffix(".violations").open("a") as file:
+                file.write(f"before {operation}: {committed}, but {there}\n")
+
+    return look
 
 
 def run_and_die(root: str, log: str, at: int, when: str, writes_only: bool) -> int:
     """Returns the number of operations, if it survived."""
     logging.disable(logging.WARNING)
-    tally = Tally(at=at, when=when, strike=die, writes_only=writes_only, log=Path(log))
+    look = observer(Path(root), Path(log))
+    tally = Tally(at=at, when=when, strike=die, writes_only=writes_only, log=Path(log), look=look)
     with tallied(tally):
-        run_with_rewind(Trainer(faulty_url(root)))
+        run_with_rewind(Trainer(faulty_url(root)), Path(log))
     return tally.num_counted
 
 
 def resume(root: str, log: str) -> dict[str, Any]:
     """The next process: continues where the last one ended, and reports what it found."""
-    tally = Tally(log=Path(log))
+    tally = Tally(log=Path(log), look=observer(Path(root), Path(log)))
     with tallied(tally):
         trainer = Trainer(faulty_url(root))
         found = trainer.manager.restore_latest()
@@ -246,7 +306,7 @@ def resume(root: str, log: str) -> dict[str, Any]:
     return said
 
 
-def run_through(trainer: Trainer) -> list[ActorSnapError]:
+def run_through(trainer: Trainer, log: Path) -> list[ActorSnapError]:
     """The run of a trainer that goes on after errors; returns them."""
     errors: list[ActorSnapError] = []
 
@@ -260,17 +320,27 @@ def run_through(trainer: Trainer) -> list[ActorSnapError]:
     def train(step: int) -> None:
         attempt(lambda: trainer.train(step))
 
+    def mark_any() -> None:
+        first, *_, last = trainer.manager.all_steps() * 2
+        mark(trainer, log, pinned=first, recorded=last)
+
     def rewind() -> None:
         trainer.manager.restore(2 if 2 in trainer.manager.all_steps() else 1)
         trainer.check()
 
     for step in range(4):
         train(step)
+        if step == 1:
+            attempt(trainer.manager.wait)
+            attempt(mark_any)
     attempt(trainer.manager.wait)
     attempt(rewind)
     trainer.state["lap"] = 1
-    for step in (3, 4):
-        train(step)
+    train(3)
+    if pinned_in(log):
+        error = silently(lambda: unmark(trainer, log))  # not again: it may be gone
+        errors += [] if error is None else [error]
+    train(4)
     attempt(trainer.manager.close)
     return errors
 
@@ -283,6 +353,18 @@ def committed_in(log: Path) -> list[StepName]:
     names = [StepName.parse(line) for line in log.read_text().split()] if log.exists() else []
     assert None not in names
     return [name for name in names if name is not None]
+
+
+def pinned_in(log: Path) -> set[StepName]:
+    """All whose pin was confirmed."""
+    lines = _pin_log(log).read_text().split() if _pin_log(log).exists() else []
+    return {name for line in lines if (name := StepName.parse(line)) is not None}
+
+
+def pinned_at(root: Path) -> set[StepName]:
+    """All with the mark of a pin, confirmed or not."""
+    names = [StepName.parse(path.parent.name) for path in root.glob(".manager/marks/*/pin-*.json")]
+    return {name for name in names if name is not None}
 
 
 def snapshots_at(root: Path) -> list[StepName]:
@@ -324,6 +406,9 @@ def assert_none_lost(root: Path, log: Path) -> None:
     assert len(whole) >= min(len(committed), MIN_VALID), (whole, committed)
     if committed:
         assert committed[-1] in whole
+    assert pinned_in(log) <= whole
+    violations = log.with_suffix(".violations")
+    assert not violations.exists(), violations.read_text()
 
 
 def assert_only_kept(root: Path, log: Path, restored: StepName | None) -> None:
@@ -332,7 +417,7 @@ def assert_only_kept(root: Path, log: Path, restored: StepName | None) -> None:
     run = timeline_of(committed, root)
     best = sorted(run, key=lambda name: abs(name.step - BEST_STEP))[:1]
     abandoned = {*committed} - {*run}
-    kept = {*run[-2:], *best, *([restored] if restored else ())}
+    kept = {*run[-2:], *best, *([restored] if restored else ()), *(pinned_at(root) & {*run})}
     assert whole_at(root) == kept | ({*snapshots_at(root)} & abandoned)
     assert_no_rest(root)
 
@@ -344,9 +429,11 @@ def assert_no_rest(root: Path) -> None:
         assert [*(root / str(name)).glob("*/manifest/0.json")], name
     files = {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
     rest = {path for path in files if not StepName.parse(path.partition("/")[0])}
+    rest -= {path for path in rest if marked(path) in {*snapshots_at(root)}}
     assert rest == {run_key(generation) for generation in parents_at(root)}, rest
     whole = {str(name) for name in whole_at(root)}
-    temporaries = {path for path in files if path.endswith(".tmp")}
+    # A copy killed while it writes its claim leaves a temporary, which goes with the snapshot.
+    temporaries = {p for p in files if p.endswith(".tmp") and "/claim/copy/" not in p}
     assert not {path for path in temporaries if path.partition("/")[0] in whole}, temporaries
 
 

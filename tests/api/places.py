@@ -11,7 +11,6 @@ import shutil
 import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -135,9 +134,8 @@ async def assert_whole(url: object, number: int | None, *, is_clean: bool = True
 
 def assert_idle() -> None:
     """Fails if the runtime still holds memory for a call."""
-    statistics: Any = Host.get().resources.budget.statistics()
-    assert statistics.leased_bytes == 0, statistics
-    assert statistics.num_waiting == 0, statistics
+    budget = Host.get().resources.budget
+    assert (budget.leased_bytes, budget.num_waiting) == (0, 0)
 
 
 def runtime_threads() -> list[str]:

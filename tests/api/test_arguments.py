@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import actorsnap
 from actorsnap import StateDict, UsageError
+from actorsnap.manager import CheckpointManager, every, keep
 from actorsnap.sync import Snapshot
 
 
@@ -32,3 +35,26 @@ def test_flags_are_true_or_false(saved: Path, flag: Any) -> None:
     with pytest.raises(UsageError, match=f"overwrite must be True or False, not {flag!r}"):
         Snapshot.take(saved, state, overwrite=flag)
     assert torch.equal(Snapshot(saved).read_object("s/w"), torch.ones(3))
+
+
+_ANY: Any = actorsnap
+_KEEP: Any = keep
+_EVERY: Any = every
+_MANAGER: Any = CheckpointManager
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: _ANY.Snapshot(), "Snapshot.__init__()"),
+        (lambda: _ANY.sync.Snapshot("x", foo=1), "Snapshot.__init__()"),
+        (lambda: _ANY.PendingSnapshot(), "PendingSnapshot.__init__()"),
+        (lambda: _MANAGER("x"), "CheckpointManager.__init__()"),
+        (lambda: _MANAGER("x", save=every.last()).status(1), "CheckpointManager.status()"),
+        (lambda: _KEEP.last(), "keep.last.__init__()"),
+        (lambda: _EVERY.steps(), "every.steps.__init__()"),
+    ],
+)
+def test_wrong_calls_name_the_class_that_was_called(call: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=f"^{re.escape(name)} "):
+        call()

@@ -18,6 +18,7 @@ import trio
 
 import actorsnap
 from actorsnap import Options, PendingSnapshot, Snapshot, StateDict, UsageError, snapshot, sync
+from actorsnap.manager import CheckpointManager, every
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import number_of, state
 from tests.support import forker
@@ -124,6 +125,16 @@ def test_the_line_to_write(saved: Path, caplog: pytest.LogCaptureFixture) -> Non
     ]
 
 
+def test_the_line_to_write_for_a_manager(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    manager = CheckpointManager(tmp_path, state(1), save=every.steps(1))
+    manager.maybe_save(1)  # type: ignore[unused-coroutine]
+    assert caplog.messages == [
+        f"CheckpointManager.maybe_save('{tmp_path}') was never awaited: nothing happened. Write "
+        "`await manager.maybe_save(...)`, or use `from actorsnap.manager.sync import "
+        "CheckpointManager` in a script without asyncio"
+    ]
+
+
 def test_no_secret_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     call = Snapshot.take("s3://me:hidden@host/bucket/s", state(1))
     assert "'s3://me@host/bucket/s'" in repr(call)
@@ -181,6 +192,10 @@ def test_signatures_are_kept() -> None:
     assert list(inspect.signature(Snapshot.take).parameters)[:2] == ["path", "app_state"]
     assert (Snapshot.restore.__doc__ or "").startswith("Reads the snapshot into")
     assert Snapshot.restore.__name__ == "restore"
+    blocking = sync.Snapshot.restore
+    assert list(inspect.signature(blocking).parameters)[:2] == ["self", "app_state"]
+    assert blocking.__doc__ == Snapshot.restore.__doc__
+    assert not inspect.iscoroutinefunction(blocking)
     if sys.version_info >= (3, 12):
         for function in (actorsnap.warm_up, Snapshot.take, Snapshot.restore, PendingSnapshot.wait):
             assert inspect.iscoroutinefunction(function)
@@ -337,7 +352,10 @@ def run(script: str, path: Path) -> list[str]:
         # Dropped by the interpreter's exit.
         pytest.param("report = Snapshot(path).restore(app_state)", id="global"),
         slow("report = [Snapshot(path).restore(app_state)]; report.append(report)", id="cycle"),
-        slow("import actorsnap as a; a.kept = Snapshot(path).restore(app_state)", id="module"),
+        slow(
+            "import actorsnap.snapshot as s; s.kept = Snapshot(path).restore(app_state)",
+            id="module",
+        ),
     ],
 )
 def test_the_script_of_another_library(saved: Path, script: str) -> None:

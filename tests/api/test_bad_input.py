@@ -251,7 +251,9 @@ def test_a_path_that_is_a_file(tmp_path: Path) -> None:
         assert isinstance(caught.value.__cause__, StorageError)
         with pytest.raises(SnapshotAborted, match="is a file"):
             call(path / "below", state(1))
-    with pytest.raises(NotASnapshot, match="a snapshot is a folder: check the path"):
+    with pytest.raises(
+        NotASnapshot, match="a snapshot is a folder, and so is a run: check the path"
+    ):
         sync.Snapshot(path).restore(state(1))
     with pytest.raises(StorageError, match=f"{path} is a file"):
         sync.Snapshot(path / "below").restore(state(1))
@@ -855,4 +857,4 @@ def test_usable_after_all_that(tmp_path: Path) -> None:
     target = state(-1)
     sync.Snapshot(tmp_path / "s").restore(target)
     assert number_of(target) == 4
-    assert Host.get().resources.budget.statistics().leased_bytes == 0
+    assert Host.get().resources.budget.leased_bytes == 0

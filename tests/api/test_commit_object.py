@@ -12,10 +12,11 @@ from typing import Any
 import msgspec
 import pytest
 import pytest_asyncio
+import torch
 
-from actorsnap import NotASnapshot, ObjectExists, Options, Snapshot, sync
+from actorsnap import NotASnapshot, ObjectExists, Options, Snapshot, StateDict, sync
 from actorsnap.format.layout import Attempt
-from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, decode_commit
+from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, decode_commit, seal
 from actorsnap.runtime import maintenance
 from actorsnap.runtime.location import make_location
 from actorsnap.runtime.process import host_id
@@ -25,6 +26,7 @@ from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 from tests.api.places import assert_whole, leftovers, make_both, make_older, number_at, state
 from tests.api.test_replaced import meddling
+from tests.support.cases import slow
 
 FAST = Options(fsync=False)
 _DEAD_PID = (1 << 22) + 1
@@ -48,7 +50,10 @@ def copy_without_commit(source: Path, to: Path, *, pid: int = _DEAD_PID, host: s
     attempt = decode_commit((source / COMMIT_KEY).read_bytes()).attempt
     parsed = Attempt.parse(attempt)
     assert parsed is not None
-    other = str(msgspec.structs.replace(parsed, pid=pid, host=host or host_id()))
+    created_s = parsed.created_s - 10
+    other = str(
+        msgspec.structs.replace(parsed, created_s=created_s, pid=pid, host=host or host_id())
+    )
     shutil.copytree(source / attempt, to / other)
     manifest = to / other / "manifest" / "0.json"
     manifest.write_bytes(manifest.read_bytes().replace(attempt.encode(), other.encode()))
@@ -234,6 +239,25 @@ async def test_a_take_leaves_complete_attempts_alone(
     assert not caplog.records
 
 
+@pytest.mark.parametrize("by", [("process", "thread"), slow(("thread", "process"))])
+async def test_pending_saves_to_a_fresh_path_are_no_matter(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, by: tuple[str, str]
+) -> None:
+    """The later one has stored everything when the first commits."""
+    states = {"m": StateDict(x=torch.ones(20 << 20))}, {"m": StateDict(x=torch.ones(1))}
+    await Snapshot.take(tmp_path / "warm", states[1], options=Options(offload="process"))
+    with caplog.at_level(logging.WARNING, "actorsnap"):
+        pending = [
+            await Snapshot.async_take(
+                tmp_path / "s", state, overwrite=True, options=Options(offload=how)
+            )
+            for state, how in zip(states, by, strict=True)
+        ]
+        for each in pending:
+            await each.wait()
+    assert not caplog.records
+
+
 async def test_a_complete_attempt_that_may_still_be_saved(
     saved: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -360,8 +384,9 @@ async def test_every_rank_of_the_recorded_world_size_counts(
     path = tmp_path / "to" / attempt / "manifest" / "0.json"
     manifest = msgspec.json.decode(path.read_bytes())
     manifest["save"] = {"world_size": world_size}
-    path.write_bytes(msgspec.json.encode(manifest))
-    path.with_name("1.json").write_bytes(msgspec.json.encode(manifest | {"rank": 1}))
+    del manifest["crc32c"]
+    path.write_bytes(seal(msgspec.json.encode(manifest)))
+    path.with_name("1.json").write_bytes(seal(msgspec.json.encode(manifest | {"rank": 1})))
     await take(tmp_path / "to", 2)
     assert path.exists() == (world_size == 2)
 
@@ -378,7 +403,7 @@ async def test_collecting_keeps_complete_attempts(saved: Path, tmp_path: Path) -
     assert report.deleted
     assert not (to / incomplete).exists()
     assert (await collect(to, force=True)).kept == [complete]
-    report = await collect(to, expendable=[complete])
+    report = await collect(to, deletable=[complete])
     assert len(report.deleted) == 3
     assert not to.exists()
 

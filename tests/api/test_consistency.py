@@ -287,7 +287,7 @@ def staging_taken_out() -> Iterator[None]:
     async def store_late(self: Any, staged: StagedChunk, row: Row) -> None:
         if staged.lease is not None:
             nbytes = staged.chunk.stop - staged.chunk.start
-            writer = await self._objects.writer_of(staged.chunk.object)
+            writer = await self.objects.writer_of(staged.chunk.object)
             await writer.inner.storage.gate.pass_through(nbytes)  # below the outermost wrapper
             late.pop(id(staged.lease.view))()
         await store(self, staged, row)
@@ -333,7 +333,7 @@ def test_live_memory_instead_of_copies_is_noticed(tmp_path: Path) -> None:
     torn or not, whichever side is faster."""
 
     async def send_live_memory(self: Any, chunk: Chunk, row: Row) -> StagedChunk:
-        self._copies = False
+        self.copies = False
         return await original(self, chunk, row)
 
     original = StagingActor._stage

@@ -39,7 +39,7 @@ def save(path: Path, state: dict[str, Any], options: Options = THREAD) -> dict[s
         if isinstance(value, torch.Tensor):
             value.zero_()
     pending.wait()
-    assert Host.get().resources.arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.lent_bytes == 0
     return saved(path)
 
 
@@ -311,7 +311,7 @@ def test_a_copy_that_fails_aborts_the_save(
     assert caught.value.rank == 0
     for stream in fake._copying.values():
         assert stream.done == len(stream.work), "the memory is lent to others by now"
-    assert Host.get().resources.arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.lent_bytes == 0
     fake.fails_at = None
     assert torch.equal(save(tmp_path / "s", dict(state), options)["x"], numbers(600_000))
 
@@ -321,16 +321,16 @@ def test_memory_is_pinned_once_and_unpinned_when_it_is_given_up(
     fake: FakeDevices, tmp_path: Path, options: Options
 ) -> None:
     arena = Host.get().resources.arena
-    assert arena.statistics().pinned_bytes == 0
+    assert arena.pinned_bytes == 0
     state = {"x": fake.put(numbers(600_000))}
     save(tmp_path / "s1", dict(state), options)
     first = dict(fake.pinned)
-    assert sum(first.values()) == arena.statistics().pinned_bytes > 0
+    assert sum(first.values()) == arena.pinned_bytes > 0
     save(tmp_path / "s2", dict(state), options)
     assert fake.pinned == first, "the same blocks again"
     arena.trim()
     assert fake.pinned == {}
-    assert arena.statistics().pinned_bytes == 0
+    assert arena.pinned_bytes == 0
 
 
 def test_a_warm_up_pins(fake: FakeDevices, tmp_path: Path) -> None:

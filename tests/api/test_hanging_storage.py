@@ -84,7 +84,7 @@ def hanging(verb: str = "write_at") -> Iterator[list[HangingStorage]]:
     while Host.get()._calls:
         assert time.monotonic() < deadline, "what hung has not ended"
         time.sleep(0.01)
-    assert Host.get().resources.budget.statistics().leased_bytes == 0
+    assert Host.get().resources.budget.leased_bytes == 0
 
 
 def big() -> dict[str, StateDict]:
@@ -105,7 +105,7 @@ def test_the_outcome_comes_by_the_deadline(
         assert str(tmp_path) in said[0]
         assert "calls have not returned" in said[0]
         # What a stuck thread reads is lent until it returns; what only waited is not.
-        leased = Host.get().resources.budget.statistics().leased_bytes
+        leased = Host.get().resources.budget.leased_bytes
         assert 0 < leased <= 48 * MIB
     # It has cleaned up behind itself: nothing is left, not even the folder.
     assert os.listdir(tmp_path) == []
@@ -117,7 +117,7 @@ def test_what_waited_for_a_stuck_write_is_given_back(tmp_path: Path) -> None:
         pending = sync.Snapshot.async_take(faulty_url(tmp_path / "s"), big(), options=options)
         with pytest.raises(SnapshotAborted):
             pending.wait()
-        assert Host.get().resources.budget.statistics().leased_bytes <= 16 * MIB  # of 40
+        assert Host.get().resources.budget.leased_bytes <= 16 * MIB  # of 40
 
 
 def test_a_commit_that_hangs(tmp_path: Path) -> None:

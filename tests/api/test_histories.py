@@ -529,8 +529,7 @@ class History:
 
     def terminate(self) -> None:
         if process := self._uploader():
-            self._note("terminate")
-            self._strike("cancel")
+            self._note("terminate")  # which it ignores
             send(process, signal.SIGTERM)
 
     def stop(self) -> None:

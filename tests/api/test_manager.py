@@ -3,26 +3,37 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import anyio
+import anyio.to_thread
 import pytest
 import torch
+from typer.testing import CliRunner
 
 from actorsnap import (
+    ChecksumMismatch,
     IncompatibleState,
     NoValidSnapshot,
     RootTaken,
     SnapshotAborted,
     StateDict,
     StorageError,
+    StorageFull,
     UsageError,
 )
 from actorsnap import manager as asynchronous
-from actorsnap.manager import every, keep
+from actorsnap.cli import app
+from actorsnap.manager import StepName, every, keep, keeper
 from actorsnap.manager.sync import CheckpointManager
+from actorsnap.storage.wrapper import Wrapper
 from actorsnap.sync import Snapshot
+from tests.api.faults import faulty, faulty_url
 
 
 class Run:
@@ -48,7 +59,7 @@ class Run:
 
 
 def names(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != ".manager")
+    return sorted(path.name for path in root.iterdir() if path.name not in (".manager", "latest"))
 
 
 def damage(root: Path, name: str) -> None:
@@ -140,6 +151,37 @@ def test_damage_everywhere_is_no_fresh_start(root: Path) -> None:
     assert second.manager.restore_latest(allow_fresh=True) is None
 
 
+def test_what_a_restore_found_damaged_counts_as_damaged(root: Path) -> None:
+    first = Run(root, keep=keep.all())
+    first.train(0, 100, 200)
+    first.close()
+    data = {path: path.read_bytes() for path in (root / "step-0000000200.g1").rglob("*.safe*")}
+    damage(root, "step-0000000200.g1")
+    manager = Run(root, keep=keep.last(1), min_valid=1).manager
+    latest = manager.latest_valid()  # by sizes
+    assert latest is not None
+    assert latest.step == 200
+    found = manager.restore_latest()
+    assert found is not None
+    assert found.step == 100
+    latest = manager.latest_valid()
+    assert latest is not None
+    assert latest.step == 100
+    verdicts = {verdict.name.step: verdict for verdict in manager.explain()}
+    assert verdicts[200].keeps
+    assert verdicts[200].reasons[0].startswith("damaged: ChecksumMismatch")
+    assert "newest verified" in ", ".join(verdicts[100].reasons)
+    manager.delete(0)
+    with pytest.raises(UsageError, match="the only valid snapshot"):
+        manager.delete(100)
+    # A copy that was put back is found by the next restore, or by a full look.
+    for path, content in data.items():
+        path.write_bytes(content)
+    assert (manager.latest_valid() or found).step == 100
+    assert (manager.latest_valid("full") or found).step == 200
+    assert (manager.latest_valid() or found).step == 200
+
+
 def test_a_wrong_model_costs_no_steps(root: Path) -> None:
     first = Run(root)
     first.train(0, 100)
@@ -195,6 +237,72 @@ def test_abandoned_steps_and_strangers_stay(root: Path) -> None:
     assert second.manager.all_steps() == [0, 300]
 
 
+def test_files_in_folders_named_as_snapshots_stay(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    mine = [
+        root / "step-0000000001.g1" / "notes.txt",
+        root / "step-0000000002.g1" / "photos" / "a.jpg",
+        root / "step-0000000003.g1" / "model.safetensors",
+        root / "step-0000000100.g2" / "export.onnx",  # next to a snapshot
+        root / "step-0000000200.g2" / "export.onnx",
+    ]
+    first = Run(root, keep=keep.all())
+    first.train(0)
+    first.close()
+    for file in mine[:3]:
+        file.parent.mkdir(parents=True)
+        file.write_text("mine")
+    # An attempt of a killed process next to a stranger's file goes.
+    rest = root / "step-0000000002.g1/20260101T000000-00000000-1-00000000/data/x/0-0.safetensors"
+    rest.parent.mkdir(parents=True)
+    rest.write_text("rest")
+    second = Run(root, keep=keep.last(1), min_valid=1)
+    second.manager.restore_latest()
+    second.train(100)
+    second.manager.wait()
+    mine[3].write_text("mine")
+    second.train(200)
+    second.manager.wait()
+    mine[4].write_text("mine")
+    second.train(300, 400)
+    second.close()
+    second.manager.prune()
+    assert all(file.read_text() == "mine" for file in mine)
+    assert [*(root / "step-0000000100.g2").iterdir()] == [mine[3]]
+    assert not rest.exists()
+    assert caplog.text.count("notes.txt stays") == 1
+    assert second.manager.all_steps() == [0, 400]
+    for file in mine:
+        file.unlink()
+
+
+@pytest.mark.parametrize("is_link", [True, False])
+def test_a_strangers_latest_stays(
+    root: Path, caplog: pytest.LogCaptureFixture, is_link: bool
+) -> None:
+    run = Run(root)
+    run.train(0)
+    run.manager.wait()
+    latest = root / "latest"
+    run.close()
+    assert os.readlink(latest) == "step-0000000000.g1"
+    latest.unlink()
+    if is_link:
+        latest.symlink_to("/elsewhere/best")
+    else:
+        latest.write_text("mine")
+    run = Run(root)
+    run.manager.restore_latest()
+    run.train(100, 200)
+    run.close()
+    if is_link:
+        assert os.readlink(latest) == "/elsewhere/best"
+    else:
+        assert latest.read_text() == "mine"
+    assert caplog.text.count("latest is not the manager's link") == 1
+
+
 def test_a_later_manager_fences_an_earlier_one(root: Path) -> None:
     first, second = Run(root), Run(root)
     first.train(0, 100)
@@ -234,15 +342,45 @@ def test_a_failed_save_is_raised_by_the_next(root: Path) -> None:
     blocker.unlink()
 
 
-def test_damage_of_the_newest_deletes_nothing(root: Path) -> None:
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_first_save_that_cannot_begin_a_run(tmp_path: Path, is_async: bool) -> None:
+    (tmp_path / "file").write_text("no folder")
+    run = Run(tmp_path / "file" / "run")
+    save = run.manager.maybe_save if is_async else run.manager.save
+    with pytest.raises(SnapshotAborted, match="is a file") as caught:
+        save(0)
+    assert (caught.value.rank, caught.value.stage) == (0, "join")
+    assert isinstance(caught.value.__cause__, StorageError)
+    run.close()
+
+
+def test_damage_of_the_newest_is_raised_and_deletes_nothing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(root, keep=keep.last(1), min_valid=1)
-    run.train(0, 100)
+    run.train(0)
     run.manager.wait()
-    damage_later = root / "step-0000000100.g1"
-    for file in damage_later.glob("*/data/**/*.safetensors"):
-        file.unlink()
-    report = run.manager.prune()
-    assert "step-0000000000.g1" in names(root) or not report.deleted
+    verify = keeper.find_damage
+
+    def lose_data() -> None:
+        for file in root.glob("step-0000000100.g1/*/data/**/*.safetensors"):
+            file.unlink()
+
+    def lose_data_first(of: Any, name: StepName, level: str, **settings: Any) -> Any:
+        yield lambda _: anyio.to_thread.run_sync(lose_data)
+        return (yield from verify(of, name, level, **settings))
+
+    monkeypatch.setattr(keeper, "find_damage", lose_data_first)
+    run.train(100)
+    with pytest.raises(ChecksumMismatch, match=r"step-0000000100\.g1 is damaged"):
+        run.manager.wait()
+    run.manager.wait()  # said once
+    run.close()
+    assert names(root) == ["step-0000000000.g1", "step-0000000100.g1"]
+    assert run.manager.status().verified == 0
+    found = Run(root).manager.restore_latest()
+    assert found is not None
+    assert found.step == 0
 
 
 def test_steps_must_not_go_back(root: Path) -> None:
@@ -260,6 +398,46 @@ def test_what_is_no_step(root: Path, bad: Any) -> None:
         Run(root).manager.maybe_save(bad)
 
 
+def test_a_step_that_is_too_great_is_not_seen(root: Path) -> None:
+    run = Run(root)
+    run.train(0)
+    with pytest.raises(UsageError, match="step"):
+        run.manager.maybe_save(2**70)
+    run.train(100)
+    run.close()
+    assert run.manager.all_steps() == [0, 100]
+
+
+def run_twice(root: Path) -> None:
+    """A run saves 0 and 100; another one continues it and saves 200."""
+    first = Run(root, keep=keep.all())
+    first.train(0, 100)
+    first.close()
+    second = Run(root, keep=keep.all())
+    second.manager.restore_latest()
+    second.train(200)
+    second.close()
+
+
+@pytest.mark.parametrize("length", [0, 40])
+def test_a_damaged_record_of_a_run(
+    root: Path, length: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_twice(root)
+    record = root / ".manager/runs/00000002.json"
+    record.write_bytes(record.read_bytes()[:length])
+    third = Run(root)
+    found = third.manager.restore_latest()
+    assert found is not None
+    assert found.step == 200
+    third.train(300)
+    third.close()
+    assert third.manager.all_steps() == [200, 300]
+    assert "generation 2 continued" in caplog.text
+    # What cannot be told to be of this run is not deleted.
+    assert len(names(root)) == 4
+
+
 def test_metrics_and_best(root: Path) -> None:
     run = Run(root, keep=keep.last(1) | keep.best("loss", "min"), min_valid=1)
     for step, loss in ((0, 3.0), (100, 1.0), (200, 2.0), (300, float("nan"))):
@@ -269,6 +447,103 @@ def test_metrics_and_best(root: Path) -> None:
     assert best is not None
     assert (best.step, best.metrics) == (100, {"loss": 1.0})
     assert run.manager.all_steps() == [100, 300]
+
+
+def test_two_threads_do_not_save_at_once(root: Path) -> None:
+    run = Run(root)
+    is_saving, may_save = threading.Event(), threading.Event()
+
+    class Slow(StateDict):
+        def state_dict(self) -> dict[str, Any]:
+            is_saving.set()
+            assert may_save.wait(60)
+            return super().state_dict()
+
+    slow = {"train": run.state, "slow": Slow(x=1)}
+    thread = threading.Thread(target=run.manager.save, args=(0,), kwargs={"app_state": slow})
+    thread.start()
+    assert is_saving.wait(60)
+    with pytest.raises(UsageError, match="another thread or task"):
+        run.manager.maybe_save(100)
+    may_save.set()
+    thread.join()
+    run.train(200)
+    run.close()
+    assert run.manager.all_steps() == [0, 200]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_does_not_save(root: Path) -> None:
+    run = Run(root)
+    run.train(0)
+    manager = run.manager
+    child = os.fork()
+    if child == 0:
+        signal.alarm(30)
+        num_refused = sum(
+            "forked from" in raised_by(call, *args)
+            for call, *args in (
+                (manager.maybe_save, 100),
+                (manager.maybe_save, 7),  # nothing is due
+                (manager.save, 100),
+                (manager.wait,),
+                (manager.restore_latest,),
+                (manager.restore, 0),
+                (manager.request,),
+                (manager.status,),
+                (manager.events,),
+                (lambda: manager.should_stop,),
+                (manager.all_steps,),
+                (manager.latest,),
+                (manager.latest_valid,),
+                (manager.best, "loss", "min"),
+                (manager.explain,),
+                (manager.prune,),
+                (manager.delete, 0),
+                (manager.record, 0, {"loss": 1.0}),
+                (manager.pin, 0, "paper"),
+                (manager.unpin, 0),
+            )
+        )
+        assert str(root) in repr(manager)
+        run.close()
+        os._exit(num_refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 20
+    run.train(100)
+    run.close()
+    assert manager.all_steps() == [0, 100]
+
+
+def raised_by(call: Any, *args: object) -> str:
+    try:
+        call(*args)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_what_are_no_metrics(root: Path) -> None:
+    run = Run(root)
+    with pytest.raises(UsageError, match="numbers by name"):
+        run.train(0, metrics=[1.0])
+    run.close()
+
+
+def test_delete_waits_for_the_save(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(root)
+    run.train(0)
+    run.manager.wait()
+    verify = keeper.find_damage
+
+    def verify_later(*args: Any) -> Any:
+        yield lambda _: anyio.sleep(0.3)
+        return (yield from verify(*args))
+
+    monkeypatch.setattr(keeper, "find_damage", verify_later)
+    run.manager.async_save(100).wait()
+    run.manager.delete(100)
+    run.close()
+    assert run.manager.all_steps() == [0]
 
 
 def test_metrics_are_computed_only_for_a_save(root: Path) -> None:
@@ -284,6 +559,53 @@ def test_metrics_are_computed_only_for_a_save(root: Path) -> None:
     assert len(calls) == 3
 
 
+def lose_commits(root: Path) -> None:
+    for file in root.glob("step-*/actorsnap.json"):
+        file.unlink()
+
+
+def test_lost_commit_objects_of_a_run_that_was_continued(root: Path) -> None:
+    run_twice(root)
+    lose_commits(root)
+    manager = Run(root).manager
+    with pytest.raises(NoValidSnapshot, match="actorsnap recover") as caught:
+        manager.restore_latest()
+    ((url, _),) = caught.value.skipped
+    assert url == f"{root}/step-0000000100.g1"
+    assert manager.restore_latest(allow_fresh=True) is None
+    Snapshot(url).recover()
+    found = manager.restore_latest()
+    assert found is not None
+    assert found.step == 100
+
+
+def test_complete_saves_without_commit_objects(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = Run(root, keep=keep.all())
+    first.train(0, 100)
+    first.close()
+    lose_commits(root)
+    run = Run(root, keep=keep.all())
+
+    def warned() -> list[str]:
+        texts = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        caplog.clear()
+        return sorted(text.split()[0] for text in texts if "`actorsnap recover`" in text)
+
+    assert run.manager.restore_latest() is None
+    both = [f"{root}/step-0000000000.g1", f"{root}/step-0000000100.g1"]
+    assert warned() == both
+    run.train(0, 100)
+    run.close()
+    assert warned() == []  # once per manager
+    other = Run(root, keep=keep.all())
+    other.manager.restore_latest()
+    other.train(200, 300)
+    other.close()
+    assert warned() == both
+
+
 def test_explain_and_prune(root: Path) -> None:
     run = Run(root, keep=keep.all(), min_valid=1)
     run.train(0, 100, 200)
@@ -297,6 +619,25 @@ def test_explain_and_prune(root: Path) -> None:
     assert set(run.manager.prune(keep.last(1)).deleted) == {*dry.deleted}
     assert run.manager.all_steps() == [200]
     run.close()
+
+
+class Full(Wrapper):
+    """Has no room for another object."""
+
+    async def put(self, key: str, views: Sequence[memoryview]) -> None:
+        raise StorageFull(op="put", key=key, backend=self.url, detail="0 bytes are free")
+
+
+def test_prunes_a_full_disk(root: Path) -> None:
+    run = Run(root, keep=keep.all())
+    run.train(0, 100, 200)
+    run.close()
+    with faulty(Full):
+        shell = CliRunner().invoke(
+            app, ["prune", faulty_url(root), "--keep", "last:1", "--min-valid", "1", "--yes"]
+        )
+    assert shell.exit_code == 0, shell.output
+    assert names(root) == ["step-0000000200.g1"]
 
 
 def test_finishes_the_deletions_of_a_killed_process(root: Path) -> None:

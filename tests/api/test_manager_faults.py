@@ -1,6 +1,7 @@
 """A managed run that is killed, or whose storage fails, at every operation; and two managers.
 
-The run makes six saves and a rewind, and deletes what its policy gives up: ``tests.api.managed``.
+The run makes six saves, records metrics, pins a step, goes back, and deletes what its policy gives
+up: ``tests.api.managed``, where an observer checks invariants after every operation.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import pytest
 
 from actorsnap import AccessDenied, NoValidSnapshot, RootTaken, sync
 from actorsnap import manager as asynchronous
+from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.format.steps import StepName
 from actorsnap.manager import every, keep
 from actorsnap.manager.sync import CheckpointManager
@@ -57,6 +59,7 @@ def test_killed_at_an_operation(
         root, log = tmp_path / str(at) / "run", tmp_path / f"{at}.log"
         arguments = {"root": str(root), "log": str(log)}
         ending = zygote.call("run_and_die", at=at, when=when, writes_only=writes_only, **arguments)
+        managed.settle(root, log)
         managed.assert_none_lost(root, log)
         expected = managed.timeline_of(managed.committed_in(log), root)[-1:]
         said = zygote.call("resume", **arguments).result()
@@ -91,10 +94,13 @@ def test_a_failing_operation(tmp_path: Path, when: str, writes_only: bool, strid
     num_kept = 0
     for at in itertools.count(1, stride):
         root, log = tmp_path / str(at), tmp_path / f"{at}.log"
-        tally = Tally(at=at, when=when, strike=managed.fail, writes_only=writes_only, log=log)
+        look = managed.observer(root, log)
+        tally = Tally(
+            at=at, when=when, strike=managed.fail, writes_only=writes_only, log=log, look=look
+        )
         with managed.tallied(tally):
             trainer = Trainer(faulty_url(root))
-            errors = managed.run_through(trainer)
+            errors = managed.run_through(trainer, log)
         struck = tally.struck
         assert all("a scripted fault" in str(error) for error in errors), errors
         if struck is None:
@@ -114,7 +120,7 @@ def test_a_failing_operation(tmp_path: Path, when: str, writes_only: bool, strid
         managed.assert_only_kept(root, log, StepName.parse(said["found"]))
         if struck is None:
             break
-    assert num_kept >= 3
+    assert num_kept >= (1 if writes_only else 3)
     assert at > (30 if writes_only else 100)
 
 
@@ -315,7 +321,7 @@ def test_a_superseded_manager_deletes_nothing_more(tmp_path: Path, stride: int) 
             gone = [op for op in late if "deleting/" not in op.path]
             # The operation that waited may have been the last look before a deletion.
             assert len(gone) <= 2, (struck, gone)
-            assert len({op.path[:18] for op in gone}) <= 1, (struck, gone)
+            assert sum(COMMIT_KEY in op.key for op in gone) <= 1, (struck, gone)
             num_stopped += len(report.deleted) < 3
             found = Trainer(root).manager.restore_latest()
             assert found is not None
@@ -328,7 +334,7 @@ def test_a_superseded_manager_deletes_nothing_more(tmp_path: Path, stride: int) 
             if at > len(tally.operations):  # else an operation that nothing can wait at
                 break
     assert num_stopped > 3
-    assert at > 25
+    assert at > 20
 
 
 # Idle

@@ -17,6 +17,8 @@ import pytest
 
 import actorsnap
 from actorsnap import Options, Snapshot, UsageError, sync
+from actorsnap.manager import every
+from actorsnap.manager.sync import CheckpointManager
 from tests.api.places import number_of, state
 from tests.support import forker
 
@@ -44,7 +46,7 @@ class Untouchable:
         raise AssertionError("load_state_dict was called")
 
 
-PENDING = "pending = await actorsnap.Snapshot.async_take(...); "
+PENDING = "`pending = await actorsnap.Snapshot.async_take(...)`, then `"
 
 
 async def test_every_call_is_refused_with_the_line_to_write(tmp_path: Path) -> None:
@@ -78,20 +80,35 @@ async def test_every_call_is_refused_with_the_line_to_write(tmp_path: Path) -> N
             tmp_path / "t"
         ),
         "await actorsnap.Snapshot(...).delete()": snapshot.delete,
-        f"{PENDING}await pending.staged()": pending.staged,
-        f"{PENDING}snapshot = await pending.wait()": pending.wait,
-        f"{PENDING}async for progress in pending.events():": pending.events,
+        f"{PENDING}await pending.staged()`": pending.staged,
+        f"{PENDING}snapshot = await pending.wait()`": pending.wait,
+        f"{PENDING}async for progress in pending.events():`": pending.events,
     }
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # no coroutine is left that was never awaited
-        for line, call in calls.items():
-            says = f"would block the event loop that runs in this thread. Write `{line}`. Or let"
+        for code, call in calls.items():
+            line = code if code.startswith("`") else f"`{code}`"
+            says = f"would block the event loop that runs in this thread. Write {line}. Or let"
             with pytest.raises(UsageError, match=re.escape(says)):
                 call()
     assert not (tmp_path / "t").exists()
     # In a thread without a loop the same works, while the loop of this one runs.
     assert (await asyncio.to_thread(snapshot.verify)).ok
     await asyncio.to_thread(pending.wait)
+
+
+async def test_a_manager_of_the_wrong_module_is_refused_at_its_begin(tmp_path: Path) -> None:
+    """At its end, the refusal would replace the error of the block."""
+    makes = CheckpointManager(tmp_path, {}, save=every.steps(1))
+    with (
+        pytest.raises(
+            UsageError,
+            match=r"^actorsnap\.manager\.sync\.CheckpointManager\.__enter__ would block .* Write "
+            r"`async with actorsnap\.manager\.CheckpointManager\(\.\.\.\) as manager:`",
+        ),
+        makes,
+    ):
+        raise AssertionError("the block must not begin")
 
 
 async def test_a_refusal_is_short(tmp_path: Path) -> None:

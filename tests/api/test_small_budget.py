@@ -20,14 +20,14 @@ SMALL = Options(fsync=False, memory_budget_bytes=3 * MIB)
 def _own_budget() -> Iterator[None]:
     host = Host.get()
     before = host.resources.budget.limit_bytes
-    host.resources.budget._peak = 0
+    host.resources.budget.peak_bytes = 0
     yield
     host.resources.set_budget(before)
     host.submit(anyio.lowlevel.checkpoint()).future.result()  # the next test reads it
 
 
 def peak_bytes() -> int:
-    return Host.get().resources.budget.statistics().peak_bytes
+    return Host.get().resources.budget.peak_bytes
 
 
 def test_async_take(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_async_take(tmp_path: Path) -> None:
 def test_a_restore_into_strided_memory(tmp_path: Path) -> None:
     x = torch.arange(4 * MIB).view(2048, 2048)
     sync.Snapshot.take(tmp_path / "s", {"s": StateDict(x=x)}, options=Options(fsync=False))
-    Host.get().resources.budget._peak = 0
+    Host.get().resources.budget.peak_bytes = 0
     target = torch.zeros_like(x).t()
     sync.Snapshot(tmp_path / "s", options=SMALL).restore({"s": StateDict(x=target)})
     assert torch.equal(target, x)

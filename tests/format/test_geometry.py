@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import pairwise, product
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorsnap.format.geometry import Box, contiguous_runs, covers_exactly, flat_range_boxes
+from actorsnap.format.geometry import Box, covers_exactly, flat_range_boxes
 
 shapes = st.lists(st.integers(0, 5), max_size=4).map(tuple)
 full_shapes = st.lists(st.integers(1, 5), max_size=4).map(tuple)
@@ -205,7 +205,9 @@ def test_flat_range_as_boxes(data: st.DataObject, shape: tuple[int, ...]) -> Non
     boxes = flat_range_boxes(shape, start, stop)
     assert len(boxes) <= max(1, 2 * len(shape) - 1)
     assert [i for box in boxes for i in flat_indices(shape, box)] == list(range(start, stop))
-    assert all(len(list(contiguous_runs(shape, box))) == 1 for box in boxes)
+    for box in boxes:
+        first, *_ = flat = flat_indices(shape, box)
+        assert flat == list(range(first, first + box.volume))
 
 
 def test_flat_range_reaches_the_bound_and_no_more() -> None:
@@ -216,17 +218,3 @@ def test_flat_range_reaches_the_bound_and_no_more() -> None:
     for start, stop in ((-1, 0), (2, 1), (0, 7)):
         with pytest.raises(ValueError, match="is not within"):
             flat_range_boxes((2, 3), start, stop)
-
-
-@given(st.data(), shapes)
-def test_runs_are_the_flat_indices_merged(data: st.DataObject, shape: tuple[int, ...]) -> None:
-    box = data.draw(boxes_in(shape))
-    runs = list(contiguous_runs(shape, box))
-    assert [i for at, n in runs for i in range(at, at + n)] == flat_indices(shape, box)
-    assert all(n > 0 for _, n in runs)
-    assert all(at + n < following for (at, n), (following, _) in pairwise(runs))
-
-
-def test_runs_refuse_a_box_outside_at_the_call() -> None:
-    with pytest.raises(ValueError, match="is not within"):
-        contiguous_runs((2, 3), Box((0, 1), (2, 3)))

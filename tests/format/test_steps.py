@@ -14,11 +14,16 @@ from actorsnap.format.manifest import seal
 from actorsnap.format.steps import (
     MAX_STEP,
     DeleteIntent,
+    MarkKind,
+    MarkName,
     RunRecord,
     StepName,
     decode_record,
     encode_record,
     intent_key,
+    is_rest,
+    marked,
+    marks_prefix,
     parse_intent_key,
     parse_run_key,
     run_key,
@@ -152,3 +157,54 @@ def test_a_record_is_not_of_another_kind() -> None:
 def test_fields_of_a_newer_release_are_skipped() -> None:
     data = seal(json.dumps(msgspec.structs.asdict(RUN) | {"policies": ["x"]}).encode())
     assert decode_record(data, RunRecord, "x") == RUN
+
+
+# Marks
+
+mark_names = st.builds(
+    MarkName,
+    names,
+    st.sampled_from(MarkKind),
+    st.integers(0, 10**9),
+    st.from_regex("[0-9a-f]{16}", fullmatch=True),
+)
+
+
+@given(mark_names)
+def test_marks_round_trip(mark: MarkName) -> None:
+    assert MarkName.parse(mark.key) == mark
+    assert marked(mark.key) == mark.of
+    assert mark.key.startswith(marks_prefix(mark.of))
+
+
+@given(texts)
+def test_only_marks_parse(text: str) -> None:
+    for key in (text, f".manager/marks/{text}", f".manager/marks/step-0000000500.g8/{text}"):
+        mark = MarkName.parse(key)
+        assert mark is None or mark.key == key
+
+
+def test_the_key_of_a_mark() -> None:
+    mark = MarkName(StepName(500, 8), MarkKind.PIN, 3, "0123456789abcdef")
+    assert mark.key == ".manager/marks/step-0000000500.g8/pin-00000003-0123456789abcdef.json"
+    temporary = mark.key.replace("pin", ".pin") + ".00ff.tmp"
+    assert (MarkName.parse(temporary), marked(temporary)) == (None, StepName(500, 8))
+    assert marked(run_key(8)) is None
+
+
+@pytest.mark.parametrize(
+    ("key", "is_one"),
+    [
+        (".manager/deleting/.step-0000000500.g8.json.0123456789abcdef.tmp", True),
+        (".manager/deleting/step-0000000500.g8.json", False),
+        (".manager/runs/.00000007.json.0123456789abcdef.tmp", True),
+        # Somebody may be taking it now.
+        (".manager/runs/.00000008.json.0123456789abcdef.tmp", False),
+        (".manager/runs/.00000009.json.0123456789abcdef.tmp", False),
+        (".manager/runs/00000007.json", False),
+        (".manager/runs/notes.txt", False),
+        (".manager/latest.tmp", False),
+    ],
+)
+def test_rests(key: str, is_one: bool) -> None:
+    assert is_rest(key, newest_generation=8) is is_one

@@ -1,19 +1,23 @@
 """A storage of another package that raises anything but a ``StorageError``.
 
 ``raising://<verb>.<kind>/folder/snapshot`` is on the local file system. Each call of the verb
-raises the exception of that kind; where there is a ``RAISING_RANK``, on that rank only.
+raises the exception of that kind (``of-<class>``: of that class of ``errors``); where there is a
+``RAISING_RANK``, on that rank only.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import inspect
 import os
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import PurePath
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, get_type_hints
 
-from actorsnap.errors import SnapshotAborted, StorageError
+from actorsnap import errors
+from actorsnap.errors import ActorSnapError, SnapshotAborted, StorageError
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.wrapper import Wrapper, without_blocking_io
@@ -114,6 +118,31 @@ KINDS: Mapping[str, Callable[[], BaseException]] = {
 }
 
 
+_VALUES: Mapping[Any, Any] = {
+    str: "model/layer \N{SNOWMAN}",
+    bool: True,
+    bool | None: True,
+    int: 3,
+    int | None: 3,
+    float | None: 1.5,
+    str | None: "k",
+    Sequence[str]: ("a", "b: c"),
+    Sequence[tuple[str, str]]: (("url", "why"),),
+}
+
+
+def error_of_class(name: str) -> ActorSnapError:
+    """An error of a public class, with a cause and a note, and a value in each field."""
+    kind = getattr(errors, name)
+    hints = get_type_hints(kind.__init__)
+    error: ActorSnapError = kind(
+        **{field: _VALUES[hints[field]] for field in inspect.signature(kind).parameters}
+    )
+    error.__cause__ = OSError(errno.EIO, "broken", "/x")
+    error.add_note("look there")
+    return error
+
+
 class Raising(Wrapper):
     """Raises in each call of one verb.
 
@@ -160,4 +189,5 @@ def open_raising(url: str, context: StorageContext) -> Storage:
     inner = open_fs(f"/{path}", context)
     if os.environ.get("RAISING_RANK", "") not in ("", os.environ.get("RANK")):
         return inner
-    return Raising(inner, verb, KINDS[kind])
+    of_class = partial(error_of_class, kind.removeprefix("of-"))
+    return Raising(inner, verb, of_class if kind.startswith("of-") else KINDS[kind])

@@ -24,8 +24,10 @@ from actorsnap.planning.keeping import (
     current_generation,
     judge,
     keep,
+    leftovers,
     metric_value,
     timeline,
+    unread_run,
 )
 
 HOUR, DAY = 3600, 86400
@@ -84,7 +86,10 @@ LEAVES: list[st.SearchStrategy[KeepPolicy]] = [
         lambda period: st.builds(keep.thinned, **{period: numbers})
     ),
     st.builds(keep.thinned, hourly=numbers, daily=numbers, yearly=numbers),
-    st.builds(keep.newer_than, st.sampled_from([1, HOUR, timedelta(days=2), 100.0 * DAY])),
+    st.builds(
+        keep.newer_than,
+        st.sampled_from([1, 3600, 2 * 86400, 100 * 86400]).map(lambda s: timedelta(seconds=s)),
+    ),
     st.builds(keep.at, st.frozensets(st.integers(0, 40), min_size=1)),
     st.just(keep.custom(lambda steps: [step for step in steps if step.step % 3 == 0])),
 ]
@@ -376,10 +381,10 @@ def test_clocks_that_jump() -> None:
     """No step is earlier than the one before it."""
     ahead = at_times(0, 400 * DAY, HOUR, 2 * HOUR)
     assert kept(keep.thinned(yearly=9), ahead) == [0, 1]
-    assert kept(keep.newer_than(HOUR), ahead) == [1, 2, 3]
+    assert kept(keep.newer_than(timedelta(hours=1)), ahead) == [1, 2, 3]
     back = at_times(0, HOUR, -DAY, 2 * HOUR)
     assert kept(keep.thinned(hourly=9), back) == [0, 1, 3]
-    assert kept(keep.newer_than(HOUR), back) == [1, 2, 3]
+    assert kept(keep.newer_than(timedelta(hours=1)), back) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("created_s", [0.0, -1e9, 1e300, -1e300, math.inf, -math.inf])
@@ -390,21 +395,23 @@ def test_times_out_of_range(created_s: float) -> None:
 
 def test_newer_than() -> None:
     steps = at_times(0, DAY, 2 * DAY, 3 * DAY)
-    assert kept(keep.newer_than(DAY), steps) == [2, 3]
+    assert kept(keep.newer_than(timedelta(days=1)), steps) == [2, 3]
     assert kept(keep.newer_than(timedelta(days=2)), steps) == [1, 2, 3]
-    assert kept(keep.newer_than(0.5), steps) == [3]
-    assert kept(keep.newer_than(1), []) == []
+    assert kept(keep.newer_than(timedelta(seconds=0.5)), steps) == [3]
+    assert kept(keep.newer_than(timedelta(seconds=1)), []) == []
 
 
 @pytest.mark.parametrize(
-    ("age", "text"),
+    ("age_s", "text"),
     [
-        *((timedelta(days=2), "2 d"), (5400, "1.5 h"), (90.0, "1.5 min"), (0.5, "0.5 s")),
+        *((2 * DAY, "2 d"), (5400, "1.5 h"), (90.0, "1.5 min"), (0.5, "0.5 s")),
         *((365 * DAY, "365 d"), (86399, "24 h"), (1000 * DAY, "1000 d")),
     ],
 )
-def test_durations_in_reasons(age: float | timedelta, text: str) -> None:
-    assert list(keep.newer_than(age).judge([stored(1)]).values()) == [f"newer than {text}"]
+def test_durations_in_reasons(age_s: float, text: str) -> None:
+    assert list(keep.newer_than(timedelta(seconds=age_s)).judge([stored(1)]).values()) == [
+        f"newer than {text}"
+    ]
 
 
 def test_at() -> None:
@@ -449,10 +456,8 @@ def test_a_result_of_custom_that_is_not_understood_deletes_nothing(result: Any) 
         (lambda: wrong.thinned(), r"write keep\.thinned\(hourly=24, daily=7\)"),
         (lambda: wrong.thinned(hourly=0), r"keep\.thinned\(hourly=\.\.\.\) .* write hourly=1"),
         (lambda: wrong.thinned(hourly=1, daily=-1), "not -1"),
-        (lambda: wrong.newer_than(0), r"write seconds, or timedelta"),
-        (lambda: wrong.newer_than(-1), "more than 0"),
-        (lambda: wrong.newer_than(math.nan), "nan"),
-        (lambda: wrong.newer_than(math.inf), "inf"),
+        (lambda: wrong.newer_than(5), r"write keep\.newer_than\(timedelta\(days=2\)\)"),
+        (lambda: wrong.newer_than(timedelta(days=-1)), "more than 0"),
         (lambda: wrong.newer_than("2d"), "'2d'"),
         (lambda: wrong.newer_than(timedelta(0)), "more than 0"),
         (lambda: wrong.at(500), r"write keep\.at\(\[500, 1000\]\)"),
@@ -661,3 +666,61 @@ def test_nan_is_a_metric_value() -> None:
 def test_other_values_are_refused(value: object) -> None:
     with pytest.raises(TypeError, match="^not a number: "):
         metric_value(value)
+
+
+def test_leftovers() -> None:
+    """An unfinished save goes once no later save can take its name; intents of what is back go."""
+    old, own, own_newer, other = StepName(5, 1), StepName(3, 2), StepName(9, 2), StepName(1, 3)
+    found = leftovers(
+        [old, own, own_newer, other, StepName(4, 2), StepName(2, 2)],
+        [StepName(4, 2), StepName(1, 1)],
+        committed=[StepName(4, 2)],
+        damaged=[StepName(2, 2)],
+        generation=2,
+    )
+    # 1.g1 is an intent without a folder; 9.g2 may still be saved; 3 is another manager's.
+    assert found == {old, own, StepName(4, 2), StepName(1, 1)}
+    assert leftovers([own], [], committed=[], damaged=[], generation=2) == set()
+    assert leftovers([own], [], committed=[], damaged=[own_newer], generation=2) == {own}
+
+
+# Reading back
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[list[StepName], dict[int, StepName | None]]:
+    """Names, and what each generation continued: also a snapshot that is gone."""
+    generations = draw(st.integers(1, 8))
+    names = st.builds(StepName, st.integers(0, 5), st.integers(1, generations))
+    parents: dict[int, StepName | None] = {}
+    for generation in draw(st.sets(st.integers(1, generations))):
+        parents[generation] = draw(st.none() | names)
+    return draw(st.lists(names, unique=True, max_size=12)), parents
+
+
+@given(trees(), st.data())
+def test_few_records_find_the_newest(
+    tree: tuple[list[StepName], dict[int, StepName | None]], data: st.DataObject
+) -> None:
+    names, parents = tree
+    wanted = {name for name in names if data.draw(st.booleans())}
+    known: dict[int, StepName | None] = {}
+    while (generation := unread_run(names, parents, known, wanted=wanted)) is not None:
+        assert generation not in known
+        known[generation] = parents[generation]
+
+    def newest(of: Mapping[int, StepName | None]) -> StepName | None:
+        current = current_generation(names, of)
+        run = [] if current is None else timeline(names, of, current)
+        return next((name for name in reversed(run) if name in wanted), None)
+
+    assert newest(known) == newest(parents)
+
+
+def test_a_long_run_needs_one_record() -> None:
+    """The last restart has saved nothing yet; or has, and then none."""
+    names = [StepName(10 * n, n) for n in range(1, 301)]
+    parents = {n: StepName(10 * (n - 1), n - 1) if n > 1 else None for n in range(1, 302)}
+    assert unread_run(names, parents, {}, wanted=names) == 301
+    assert unread_run(names, parents, {301: parents[301]}, wanted=names) is None
+    assert unread_run(names, range(1, 301), {}, wanted=names) is None

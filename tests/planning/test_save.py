@@ -59,6 +59,7 @@ class World:
 
     holdings: Holdings
     rules: PackingRules = RULES
+    several: frozenset[str] = frozenset()
     items: list[list[Item]] = field(default_factory=list)
     plan: SavePlan = field(init=False)
     objects: list[tuple[ObjectPlan, ...]] = field(default_factory=list)
@@ -80,8 +81,8 @@ class World:
             private = sum(item.nbytes for item in held.get((), ()))
             inventories.append(Inventory(private, tuple(found)))
             scopes.append(own)
-        self.plan = plan_save(inventories, lists, self.rules)
-        assert self.plan == plan_save(inventories, lists, self.rules)
+        self.plan = plan_save(inventories, lists, self.rules, self.several)
+        assert self.plan == plan_save(inventories, lists, self.rules, self.several)
         for rank, (items, own) in enumerate(zip(self.items, scopes, strict=True)):
             encoded = msgspec.msgpack.encode(self.plan.ranks[rank])
             plan = msgspec.msgpack.decode(encoded, type=RankPlan)
@@ -518,7 +519,8 @@ def test_what_several_scopes_list_is_stored_whole_by_each_holder() -> None:
             first,
             {None: [table], (2, 3): [norm]},
             {None: [table], (2, 3): [norm]},
-        ]
+        ],
+        several=frozenset({"m/norm"}),
     )
     for items, plans in zip(world.items, world.objects, strict=True):
         at = items.index(norm)
@@ -586,12 +588,12 @@ def test_a_shard_of_another_tensor_is_named() -> None:
 def test_ranks_that_do_not_list_a_scope_which_names_them_are_named() -> None:
     items = [make("m/a", 2, 3)]
     with pytest.raises(
-        UsageError, match=r"'m/a' is shared by ranks 0, 1, 2, says ranks 0, 2, but rank 1 "
+        UsageError, match=r"'m/a' is shared by ranks 0, 1, 2 according to ranks 0, 2, but rank 1 "
     ):
         World([{(0, 1, 2): items}, {}, {(0, 1, 2): items}])
-    with pytest.raises(UsageError, match=r"says rank 0, but ranks 1, 7 "):
+    with pytest.raises(UsageError, match=r"according to rank 0, but ranks 1, 7 "):
         World([{(0, 1, 7): items}, {}])
-    with pytest.raises(UsageError, match=r"says rank 1, which is none of them"):
+    with pytest.raises(UsageError, match=r"shared by rank 0, but rank 1 reports this"):
         World([{(0,): items}, {(0,): items}])
 
 

@@ -279,5 +279,6 @@ def test_why_it_is_direct() -> None:
     both = interest(model(2))
     assert reason(both, both, mode=ReadMode.DIRECT) == "Options.read_mode is 'direct'"
     assert reason(both) == "there is one rank"
-    assert reason(both, interest(optim(2))) == "there is nothing that several of 2 ranks want alike"
-    assert reason(both, interest(model(2), obstacle="no gloo")).endswith("rank 1: no gloo")
+    assert reason(both, interest(optim(2))) == "no bytes are wanted by several of the 2 ranks"
+    obstacle = interest(model(2), obstacle="no gloo")
+    assert reason(both, obstacle) == "rank 1 cannot send bytes to others: no gloo"

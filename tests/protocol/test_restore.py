@@ -16,7 +16,7 @@ from actorsnap.planning.shared_reads import (
     SharedReadPlan,
 )
 from actorsnap.protocol.failure import Stage
-from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions, RestoreTotals, Weighed
+from actorsnap.protocol.restore import Comparison, ReadCost, Ready, RestoreDecisions, RestoreTotals
 from actorsnap.protocol.rounds import Continue
 
 MIB = 1 << 20
@@ -80,7 +80,7 @@ def test_what_does_not_fit_is_named_with_its_rank() -> None:
 def test_a_dry_run_adds_up() -> None:
     decisions = RestoreDecisions(mode=ReadMode.AUTO, is_dry_run=True)
     decide(decisions, 1, *[Comparison(INTEREST, missing=("m/a",))] * 2)
-    weighed = (Weighed(10, 12, 3), Weighed(10, 10, 1))
+    weighed = (ReadCost(10, 12, 3), ReadCost(10, 10, 1))
     decision = decide(decisions, 2, *weighed)
     assert decision.is_last
     totals = msgspec.msgpack.decode(decision.common, type=RestoreTotals)

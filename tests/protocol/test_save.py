@@ -39,8 +39,9 @@ ALL_INVENTORY = Question(inventory=True)
 
 
 def decisions(world_size: int, **more: Any) -> SaveDecisions:
-    more = {"attempt": ATTEMPT, "url": "/s", "release": "1", "rules": RULES, **more}
-    return SaveDecisions(save=SaveRecord(world_size=world_size, metadata={"a": 1}), **more)
+    save = SaveRecord(world_size=world_size, metadata={"a": 1})
+    common = Assignment(attempt=ATTEMPT, url=b"/s", fsync=True, rules=RULES, save=save)
+    return SaveDecisions(common, release="1", **more)
 
 
 def inventory_of(*items: Item, sharded: tuple[Sharded, ...] = ()) -> Inventory:

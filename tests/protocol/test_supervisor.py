@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -179,6 +180,17 @@ def test_a_save_of_several_ranks_that_has_begun_is_not_sent_again() -> None:
     machine.add_save(2, is_shared=True)
     assert machine.note_process_ended(KILLED) == [START]
     assert machine.note_process_ended(KILLED) == [SaveHere(2)]
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_of_several_ranks_only_rank_0_may_have_committed(rank: int) -> None:
+    """Otherwise the other ranks would leave the attempt's objects."""
+    machine = Supervisor()
+    machine.add_save(1, rank=rank, is_shared=True)
+    machine.note_ready()
+    machine.note_begun(1, "a")
+    [command] = machine.note_process_ended(KILLED)
+    assert aborted(command) == (1, Stage.STORE, KILLED, rank == 0)
 
 
 def test_what_the_team_has_ended_is_passed_on_once() -> None:

@@ -8,8 +8,8 @@ from actorsnap.format.compression import Codec
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.protocol.failure import EncodedError
 from actorsnap.protocol.uploader import (
-    AbsenceReported,
     Alive,
+    Answered,
     AnswerWanted,
     AttemptsEnded,
     BeginSave,
@@ -29,7 +29,6 @@ from actorsnap.protocol.uploader import (
     TakeOver,
     TakeOverPrepared,
     ToProcess,
-    TurnGiven,
 )
 
 
@@ -87,8 +86,9 @@ def test_frames_come_back_as_they_were() -> None:
         Configure([(b"A", b"1"), (b"B", None)], log_level=10),
         Configure(duty=0.5),
         EndReceived(7, True, b"m"),
-        AbsenceReported(7, None),
-        TurnGiven(7, True),
+        Answered(7, "suspicion", None),
+        Answered(7, "suspicion", "rank 1 is silent"),
+        Answered(7, "turn", True),
         TakeOver(7, "h", 29500, "p", "job", b"s", 3),
         LeaveTeam(3),
         AttemptsEnded(["a"]),

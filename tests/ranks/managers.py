@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +13,10 @@ import torch
 import torch.distributed as dist
 
 from actorsnap import Options, StateDict
+from actorsnap.interop import xla
 from actorsnap.manager import every, keep
 from actorsnap.manager.sync import CheckpointManager
+from actorsnap.runtime import bars
 from actorsnap.runtime.team import find_team
 from tests.api.faults import faulty, faulty_url
 from tests.api.managed import Operation, Tally, TallyStorage, fail
@@ -139,6 +143,35 @@ def differs(me: Rank, path: str) -> dict[str, Any]:
     return {"said": said, "steps": trainer.manager.all_steps()}
 
 
+def objects(me: Rank, path: str, case: str, whom: int) -> dict[str, Any]:
+    """One rank alone goes back, or has no app state; then all go on."""
+    trainer = Trainer(path, me.rank)
+    trainer.train(0, 10)
+    trainer.manager.wait()
+    manager, is_wrong = trainer.manager, me.rank == whom
+    if case == "goes_back":
+        if is_wrong:
+            manager.maybe_save(25)
+        said = outcome(lambda: trainer.train(20))
+        if is_wrong:
+            said["again"] = outcome(lambda: manager.maybe_save(21))["error"]
+    elif case == "save":
+        if is_wrong:
+            manager._body._settings = replace(manager._body._settings, app_state=None)
+        said = outcome(lambda: trainer.train(20))
+    else:
+        state = None if is_wrong else {"train": trainer.train_state, "own": trainer.own}
+        bare = CheckpointManager(path, save=every.steps(10), options=OPTIONS)
+        call = bare.restore_latest if case == "restore_latest" else partial(bare.restore, 10)
+        said = outcome(lambda: call(state))
+    dist.barrier()
+    after = Trainer(path, me.rank)
+    found = after.restored()["found"]
+    after.train(30)
+    after.manager.close()
+    return {**said, "found": found, "steps": after.manager.all_steps()}
+
+
 def has_trouble(me: Rank, path: str, trouble: str, whom: int) -> dict[str, Any]:
     """A failing storage or metric on one rank; then all go on."""
     broken = False
@@ -154,12 +187,13 @@ def has_trouble(me: Rank, path: str, trouble: str, whom: int) -> dict[str, Any]:
 
     with faulty(lambda inner: TallyStorage(inner, Tally(look=strike))):
         trainer = Trainer(faulty_url(path), me.rank)
-        trainer.train(0)
-        trainer.manager.wait()
+        if trouble != "put_if_absent":  # of the first save alone
+            trainer.train(0)
+            trainer.manager.wait()
         broken = me.rank == whom
         if trouble == "list_folders":
             said = trainer.restored()
-        elif trouble == "stat":
+        elif trouble in ("stat", "put_if_absent"):
             said = outcome(lambda: trainer.train(10))
         else:
             said = outcome(lambda: trainer.manager.maybe_save(10, metrics=measure))
@@ -168,6 +202,83 @@ def has_trouble(me: Rank, path: str, trouble: str, whom: int) -> dict[str, Any]:
         trainer.train(20)
         trainer.manager.close()
         return {**said, "steps": trainer.manager.all_steps()}
+
+
+def like_xla(me: Rank, path: str) -> dict[str, Any]:
+    """Equal values of all ranks are stored once, as in torch.distributed.checkpoint."""
+    manager = xla.CheckpointManager(path, 10, max_to_keep=2)
+    state: dict[str, Any] = {}
+    taken = []
+    for step in (*range(12), *range(2)):
+        state["model"] = {"w": torch.full((300,), float(step))}
+        state["epoch"] = step
+        taken.append(manager.save_async(step, state))
+    manager.join()
+    dist.barrier()
+    loaded: dict[str, Any] = {"model": {"w": torch.zeros(300)}, "epoch": -1}
+    said = outcome(lambda: manager.restore(0, loaded))
+    return {
+        **said,
+        "taken": taken,
+        "steps": manager.all_steps(),
+        "epoch": loaded["epoch"],
+        "weight": loaded["model"]["w"].unique().tolist(),
+        "num_bytes": sum(f.stat().st_size for f in Path(path).glob("*.g2/**/*.safetensors")),
+    }
+
+
+def shows_progress(me: Rank, path: str) -> dict[str, Any]:
+    """Counts the displays that are begun."""
+    num_shown = 0
+
+    class Counted(bars.Display):
+        def start(self) -> None:
+            nonlocal num_shown
+            num_shown += 1
+            super().start()
+
+    bars.Display = Counted  # type: ignore[misc]
+    try:
+        trainer = Trainer(path, me.rank, progress=True)
+        trainer.train(0)
+        trainer.manager.save(5)
+        trainer.restored()
+        trainer.manager.close()
+    finally:
+        bars.Display = Counted.__base__  # type: ignore[misc, assignment]
+    return {"num_shown": num_shown}
+
+
+def traffic() -> list[int]:
+    """Messages sent and received by this rank, and bytes sent."""
+    team = find_team(None, None)
+    assert team is not None
+    found = team.port.statistics
+    return [found.messages_sent, found.messages_received, found.bytes_sent]
+
+
+QUIET_S = 0.5
+
+
+def settled_traffic() -> list[int]:
+    """``traffic`` after the farewells of the last call, which a busy machine may delay.
+
+    Then all messages have arrived, no heartbeat is due and nothing changes, on any rank.
+    """
+    team = find_team(None, None)
+    assert team is not None
+    deadline = time.monotonic() + 60.0
+    while True:
+        before = traffic()
+        dist.barrier()
+        time.sleep(QUIET_S)
+        dist.barrier()
+        is_busy = traffic() != before or team.port._mailbox.beat is not None
+        state = torch.tensor([int(is_busy), before[0] - before[1]])
+        dist.all_reduce(state)
+        if not state.any():
+            return before
+        assert time.monotonic() < deadline, (before, traffic())
 
 
 def is_idle(me: Rank, path: str) -> dict[str, Any]:
@@ -179,15 +290,7 @@ def is_idle(me: Rank, path: str) -> dict[str, Any]:
         trainer.manager.wait()
         trainer.manager.prune(dry_run=True)
         dist.barrier()
-        time.sleep(1.0)  # farewells of the last call
-        team = find_team(None, None)
-        assert team is not None
-
-        def traffic() -> list[int]:
-            found = team.port.statistics
-            return [found.messages_sent, found.messages_received, found.bytes_sent]
-
-        before, num_operations = traffic(), len(tally.operations)
+        before, num_operations = settled_traffic(), len(tally.operations)
         for step in range(1, 10):
             trainer.train(step)
             time.sleep(0.1)
@@ -196,6 +299,30 @@ def is_idle(me: Rank, path: str) -> dict[str, Any]:
         trainer.train(10)
         trainer.manager.close()
         return {"before": before, "after": after, "requests": requests, "then": traffic()}
+
+
+def has_tier(me: Rank, path: str, tiers: list[str]) -> dict[str, Any]:
+    """``tiers``: of each rank; empty for none."""
+    given: dict[str, Any] = {"tiers": [tiers[me.rank]] if tiers[me.rank] else []}
+    first = Trainer(path, me.rank, **given)
+    said = outcome(lambda: first.train(0, 10, 20))
+    if not said["error"]:
+        first.manager.close()
+        dist.barrier()
+        second = Trainer(path, me.rank, **given)
+        said |= second.restored()
+        found = second.manager.restore(20)
+        said["place"] = found.url.split("/")[-2]
+        dist.barrier()
+        if me.rank == 0:
+            damage(tiers[0], "step-0000000020.g1", 2020.0)
+        dist.barrier()
+        third = Trainer(path, me.rank, **given)
+        said["third"] = third.restored()
+        said["then"] = third.manager.restore(20).url.split("/")[-2]
+        third.train(30)
+        third.manager.close()
+    return said
 
 
 def saves(me: Rank, path: str) -> Any:
@@ -209,7 +336,10 @@ def saves(me: Rank, path: str) -> Any:
 
 _SCENARIOS: dict[str, Callable[..., Any]] = {
     scenario.__name__: scenario
-    for scenario in (falls_back, finds_none, is_taken, differs, has_trouble, is_idle, saves)
+    for scenario in (
+        *(falls_back, finds_none, is_taken, differs, objects, has_trouble),
+        *(is_idle, like_xla, saves, shows_progress, has_tier),
+    )
 }
 
 

@@ -21,7 +21,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from actorsnap import Options, StateDict
+from actorsnap import ActorSnapError, Options, StateDict
+from actorsnap.errors import notes_of
+from actorsnap.protocol.uploader import Subject
 from actorsnap.runtime import taking, uploader_client
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.remote_engine import RemoteEngine
@@ -41,6 +43,7 @@ __all__ = [
     "direct_dying_trainers",
     "direct_detached",
     "direct_died_before_the_commit",
+    "direct_errors",
     "direct_kinds",
     "direct_mixture",
     "direct_overwrites",
@@ -68,7 +71,7 @@ def _exchanged() -> int:
     """Bytes between trainer and process."""
     link = find_uploader(Host.get())._link
     assert link is not None
-    return link.statistics.sent_bytes + link.statistics.received_bytes
+    return link.sent_bytes + link.received_bytes
 
 
 def _writer_of(path: str) -> int:
@@ -293,6 +296,44 @@ def _call_unlike(
     pending.wait()
 
 
+def errors_of_rank_1(me: Rank, path: str, names: Sequence[str]) -> list[dict[str, list[Any]]]:
+    """Per class of errors, what the ranks get, by engine, if the storage of rank 1 raises it."""
+    sys.path.insert(0, str(ROOT / "tests" / "held"))
+    me.join_gloo()
+    os.environ |= {"RAISING_RANK": "1", "RANK": str(me.rank)}
+    said: list[dict[str, list[Any]]] = []
+    for name in names:
+        found = {}
+        for engine, options in (("thread", BY_THREAD), ("process", BY_PROCESS)):
+            url = f"raising://put.of-{name}{path}/{name}-{engine}"
+            before = _pid()
+            try:
+                Snapshot.async_take(url, state(me.rank), options=options).wait()
+            except ActorSnapError as error:
+                found[engine] = _chain(error)
+            assert (engine == "process") <= (_pid() is not None and before in (None, _pid()))
+        said.append(found)
+        dist.barrier()
+    return said
+
+
+def _chain(error: BaseException | None) -> list[Any]:
+    """An error and its causes: classes, texts, fields, notes."""
+    if error is None:
+        return []
+    fields = repr(error.fields) if isinstance(error, ActorSnapError) else ""
+    link = [type(error).__name__, str(error), fields, notes_of(error)]
+    return [link, *_chain(error.__cause__)]
+
+
+def direct_errors(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, errors_of_rank_1, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
 def direct_unlike(num_ranks: int, path: str, cases: Sequence[str]) -> list[Any]:
     world = World(num_ranks, unlike, path=path, cases=cases)
     try:
@@ -491,10 +532,14 @@ def obey(me: Rank, cannot_start: Sequence[int] = (), how: str = "") -> None:
 def _die_before_the_commit() -> None:
     """This process is killed when the process asks it whether rank 0 was given up."""
 
-    async def die(self: RemoteEngine) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
+    answer = RemoteEngine._answer
 
-    RemoteEngine._report_suspicion = die  # type: ignore[method-assign]
+    async def answer_or_die(self: RemoteEngine, subject: Subject) -> None:
+        if subject == "suspicion":
+            os.kill(os.getpid(), signal.SIGKILL)
+        await answer(self, subject)
+
+    RemoteEngine._answer = answer_or_die  # type: ignore[method-assign]
 
 
 def _stop_in_the_next() -> None:

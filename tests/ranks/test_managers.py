@@ -86,17 +86,47 @@ def test_a_rank_with_another_step(director: Director, tmp_path: Path, num_ranks:
 
 @each_size
 @pytest.mark.parametrize(
-    ("trouble", "whom"), [("list_folders", 0), ("stat", 0), ("metrics", 0), ("metrics", 1)]
+    ("trouble", "whom", "raised", "begun"),
+    [
+        ("list_folders", 0, "StorageError", [0]),
+        ("stat", 0, "SnapshotAborted", [0]),
+        ("put_if_absent", 0, "SnapshotAborted", []),
+        ("metrics", 0, "SnapshotAborted", [0]),
+        ("metrics", 1, "SnapshotAborted", [0]),
+    ],
 )
 def test_the_trouble_of_one_is_raised_by_all(
-    director: Director, tmp_path: Path, num_ranks: int, trouble: str, whom: int
+    director: Director,
+    tmp_path: Path,
+    num_ranks: int,
+    trouble: str,
+    whom: int,
+    raised: str,
+    begun: list[int],
 ) -> None:
     said = play(director, tmp_path, "has_trouble", num_ranks, trouble=trouble, whom=whom)
     error, text, steps = same(said, "error", "text", "steps")
-    assert error in ("StorageError", "SnapshotAborted", "UsageError")
+    assert error == raised
+    if raised == "SnapshotAborted" and trouble != "metrics":
+        assert same(said, "rank", "stage") == [0, "join"]
+    if trouble == "put_if_absent":
+        assert same(said, "cause") == ["StorageError"]
     assert ("no such metric" if trouble == "metrics" else "a scripted fault") in text
-    assert steps == [0, 20]
+    assert steps == [*begun, 20]
     assert all(one["seconds"] < OPTIONS.timeout_s / 2 for one in said)
+
+
+@each_size
+@pytest.mark.parametrize("what", ["goes_back", "save", "restore_latest", "restore"])
+def test_the_objection_of_one_is_raised_by_all(
+    director: Director, tmp_path: Path, num_ranks: int, what: str
+) -> None:
+    said = play(director, tmp_path, "objects", num_ranks, case=what, whom=1)
+    error, text, found, steps = same(said, "error", "text", "found", "steps")
+    assert error == "UsageError"
+    assert ("must not go back" if what == "goes_back" else "no app state") in text
+    assert (found, steps) == (10, [0, 10, 30])
+    assert all(one["seconds"] < OPTIONS.timeout_s / 4 for one in said)
 
 
 @each_size
@@ -117,3 +147,40 @@ def test_another_number_of_ranks_resumes(
         error, found, steps = same(said, "error", "found", "steps")
         assert (error, found) == ("", 20 * number - 10 if number else None)
         assert steps == [10 * step for step in range(2 * number + 2)]
+
+
+def test_a_tier_that_all_see(director: Director, tmp_path: Path) -> None:
+    tier = str(tmp_path / "tier")
+    said = play(director, tmp_path, "has_tier", 2, tiers=[tier, tier])
+    assert same(said, "error", "found", "skipped", "place") == ["", 20, [], "tier"]
+    # Rank 1's data is damaged at the tier: found while restoring.
+    thirds = [one["third"] for one in said]
+    assert same(thirds, "found", "skipped") == [20, ["step-0000000020.g1"]]
+    assert [one["state"][-1] for one in thirds] == [1020.0, 2020.0]
+    assert same(said, "then") == ["run"]
+
+
+@pytest.mark.parametrize("others", ["other", ""])
+def test_a_tier_that_one_rank_does_not_see(director: Director, tmp_path: Path, others: str) -> None:
+    tiers = [str(tmp_path / "tier"), others and str(tmp_path / others)]
+    said = play(director, tmp_path, "has_tier", 2, tiers=tiers)
+    error, text = same(said, "error", "text")
+    assert error == "UsageError"
+    assert "rank 1 " in text
+    assert "must be seen by all ranks" in text
+    assert not [*tmp_path.glob("*/step-*")]
+
+
+@each_size
+def test_xlas_calls(director: Director, tmp_path: Path, num_ranks: int) -> None:
+    said = play(director, tmp_path, "like_xla", num_ranks)
+    error, taken, steps, epoch, weight = same(said, "error", "taken", "steps", "epoch", "weight")
+    assert (error, steps, epoch, weight) == ("", [0, 10], 0, [0.0])
+    assert [step for step, is_taken in enumerate(taken) if is_taken] == [0, 10, 12]
+    (num_bytes,) = same(said, "num_bytes")
+    assert 300 * 4 < num_bytes < 4096 + 2 * 300 * 4  # once, after a header
+
+
+def test_rank_0_shows_progress(director: Director, tmp_path: Path) -> None:
+    said = play(director, tmp_path, "shows_progress", 2)
+    assert [one["num_shown"] > 0 for one in said] == [True, False]

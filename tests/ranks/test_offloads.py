@@ -6,6 +6,7 @@ save there again, and no process and no memory is left behind.
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import socket
@@ -17,7 +18,9 @@ from typing import Any
 import pytest
 import torch
 
+from actorsnap import errors
 from actorsnap.sync import Snapshot
+from tests.held import actorsnap_raising
 from tests.ranks.assembled import assemble
 from tests.ranks.models import MODULES
 from tests.ranks.offloads import LOST_AFTER_S
@@ -266,18 +269,13 @@ def test_another_process_is_killed(director: Director, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_process_is_stopped(director: Director, tmp_path: Path) -> None:
-    other, leader, ended = dying(
-        director,
-        tmp_path,
-        (1, "SIGSTOP", "manifest"),
-        (0, "SIGSTOP", "manifest"),
-        (1, "SIGTERM", "manifest"),
+    other, leader = dying(
+        director, tmp_path, (1, "SIGSTOP", "manifest"), (0, "SIGSTOP", "manifest")
     )
     check_alike(other, "SnapshotAborted", "rank 1")
     for rank in leader:
         assert rank["error"] == "SnapshotAborted", leader
         assert rank["seconds"] < 30
-    check_alike(ended, "SnapshotAborted", "SIGTERM")
 
 
 @pytest.mark.parametrize("ranks", [pytest.param([1], marks=pytest.mark.slow), [0]])
@@ -365,3 +363,31 @@ def test_rank_0s_trainer_dies_before_the_commit_of_a_detached_save(
     assert said["is_committed"], said
     assert [rank["error"] for rank in said["others"]] == [""], said
     check_saved(tmp_path / "s", 1)
+
+
+_CLASSES = sorted(
+    name
+    for name, kind in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(kind, errors.ActorSnapError) and kind is not errors.ActorSnapError
+)
+
+
+@pytest.mark.parametrize("names", [["StorageFull", "UsageError"], slow(_CLASSES)], ids=len)
+def test_each_error_arrives(director: Director, tmp_path: Path, names: list[str]) -> None:
+    """From a thread or the process of rank 1, at rank 1 and at rank 0: the same error, with the
+    storage's own as a cause, which has its class, text, fields, notes and cause."""
+    said = director.play("direct_errors", num_ranks=2, path=str(tmp_path), names=names)
+    for number, name in enumerate(names):
+        made = actorsnap_raising.error_of_class(name)
+        for engine in ("thread", "process"):
+            other, own = (rank[number][engine] for rank in said)
+            assert own == other, (name, engine)
+            assert own[0][0] == "SnapshotAborted"
+            assert "rank 1" in own[0][1]
+            expected = [name, str(made), repr(made.fields), errors.notes_of(made)]
+            assert expected in own[1:], (name, engine, own)
+            assert own[-1][:2] == ["OSError", str(made.__cause__)], (name, engine)
+        # All but the names of the attempts.
+        assert {link[0] for link in said[0][number]["thread"]} == {
+            link[0] for link in said[0][number]["process"]
+        }

@@ -52,6 +52,7 @@ def _wrong(director: Director, path: Path, what: str, error: str, *words: str) -
     said = director.play("direct_wrong", num_ranks=3, what=what, path=str(path))
     for rank in said:
         assert rank["first"]["error"] == error, rank["first"]
+        assert rank["first"]["cause"] != error  # not itself once more
         for word in words:
             assert word in rank["first"]["text"]
         assert rank["again"]["error"] == ""

@@ -28,11 +28,11 @@ def test_a_block_that_came_back_is_lent_again() -> None:
     first = arena.allocate(MIB)
     where = address(first)
     arena.free(first)
-    assert arena.statistics().free_bytes == MIB
+    assert arena.free_bytes == MIB
     again = arena.allocate(MIB - 5)
     assert address(again) == where
     assert len(again) == MIB - 5
-    assert arena.statistics().free_bytes == 0
+    assert arena.free_bytes == 0
 
 
 def test_two_loans_never_overlap() -> None:
@@ -51,9 +51,9 @@ def test_no_more_is_kept_than_the_limit() -> None:
     views = [arena.allocate(MIB) for _ in range(5)]
     for view in views:
         arena.free(view)
-    assert arena.statistics().free_bytes == 2 * MIB
+    assert arena.free_bytes == 2 * MIB
     arena.trim()
-    assert arena.statistics().free_bytes == 0
+    assert arena.free_bytes == 0
 
 
 def test_free_blocks_of_another_size_make_room() -> None:
@@ -61,7 +61,7 @@ def test_free_blocks_of_another_size_make_room() -> None:
     for view in [arena.allocate(MIB) for _ in range(4)]:
         arena.free(view)
     large = arena.allocate(4 * MIB)
-    assert arena.statistics().free_bytes == 0
+    assert arena.free_bytes == 0
     arena.free(large)
 
 
@@ -167,7 +167,7 @@ def test_trimmed_memory_is_given_back_also_where_others_map_it(shared: Arena) ->
         shared.free(view)
     assert file_bytes(shared) == 4 * MIB
     shared.trim()
-    assert (shared.statistics().free_bytes, file_bytes(shared)) == (0, 0)
+    assert (shared.free_bytes, file_bytes(shared)) == (0, 0)
     # The ranges are used again: the file does not grow for ever.
     size = os.fstat(shared.share()).st_size
     for view in [shared.allocate(MIB) for _ in range(4)]:
@@ -183,8 +183,8 @@ def test_a_shared_arena_stays_within_its_limit() -> None:
         view[:] = b"\1" * MIB
     for view in views:
         arena.free(view)
-    assert (arena.statistics().free_bytes, file_bytes(arena)) == (2 * MIB, 2 * MIB)
-    assert arena.statistics().peak_bytes == 5 * MIB
+    assert (arena.free_bytes, file_bytes(arena)) == (2 * MIB, 2 * MIB)
+    assert arena.peak_bytes == 5 * MIB
     arena.close()
 
 
@@ -193,17 +193,17 @@ def test_what_was_lent_before_the_sharing_is_private(shared: Arena) -> None:
     kept, lent = arena.allocate(MIB), arena.allocate(MIB)
     arena.free(kept)
     arena.share()
-    assert arena.statistics().free_bytes == 0
+    assert arena.free_bytes == 0
     with pytest.raises(LookupError):
         arena.offset_of(lent)
     arena.free(lent)
-    assert arena.statistics().free_bytes == 0  # or it would be lent again
+    assert arena.free_bytes == 0  # or it would be lent again
     arena.close()
 
 
 def test_warming_up_touches_each_page_once_and_keeps_to_the_limit(shared: Arena) -> None:
     shared.warm_up([3 * MIB] * 4)
-    assert (file_bytes(shared), shared.statistics().free_bytes) == (6 * MIB, 8 * MIB)
+    assert (file_bytes(shared), shared.free_bytes) == (6 * MIB, 8 * MIB)
     views = [shared.allocate(3 * MIB) for _ in range(2)]
     for view in views:
         view[:] = b"\1" * len(view)
@@ -253,7 +253,7 @@ def test_no_memory_is_an_error_and_leaves_the_arena_usable(
         patched.setattr("actorsnap.runtime.arena.mmap.mmap", refuse)
         with pytest.raises(MemoryError):
             shared.allocate(MIB)
-    assert shared.statistics().lent_bytes == 0
+    assert shared.lent_bytes == 0
     shared.free(shared.allocate(MIB))
 
 
@@ -297,7 +297,7 @@ def test_a_block_is_pinned_once_and_whole(arena: Arena) -> None:
     again = arena.allocate(MIB)
     arena.pin(again, pins)
     assert pins.num_calls == 1
-    assert arena.statistics().pinned_bytes == MIB
+    assert arena.pinned_bytes == MIB
     arena.free(again)
 
 
@@ -308,14 +308,14 @@ def test_pinned_blocks_are_unpinned_when_they_are_given_up(arena: Arena) -> None
         arena.pin(view, pins)
     for view in views:
         arena.free(view)
-    assert sum(pins.pinned.values()) == arena.statistics().pinned_bytes == 8 * MIB
+    assert sum(pins.pinned.values()) == arena.pinned_bytes == 8 * MIB
     other = arena.allocate(4 * MIB)  # of another size: the free ones make room
     assert pins.pinned == {}
     arena.pin(other, pins)
     arena.free(other)
     arena.trim()
     assert pins.pinned == {}
-    assert arena.statistics().pinned_bytes == 0
+    assert arena.pinned_bytes == 0
 
 
 def test_what_is_lent_when_an_arena_is_closed_is_unpinned_when_it_comes_back(arena: Arena) -> None:
@@ -357,7 +357,7 @@ def test_a_refusal_is_logged_once_and_is_no_error(
     arena.free(view)
     assert pins.num_calls == 1
     assert [line for line in caplog.messages if "no pages left" in line] == caplog.messages
-    assert arena.statistics().pinned_bytes == 0
+    assert arena.pinned_bytes == 0
 
 
 def test_a_warm_up_pins_what_it_touches(arena: Arena) -> None:

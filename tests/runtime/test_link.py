@@ -52,8 +52,8 @@ async def test_frames_of_any_size_arrive_in_their_order(
             one.send(Small(3))  # behind a pause
             assert await other.receive() == Small(3)
             tasks.cancel_scope.cancel()
-    assert one.statistics.sent_frames == other.statistics.received_frames == len(frames) + 1
-    assert one.statistics.sent_bytes == other.statistics.received_bytes
+    assert one.sent_frames == other.received_frames == len(frames) + 1
+    assert one.sent_bytes == other.received_bytes
 
 
 async def test_frames_come_in_pieces_of_a_byte(

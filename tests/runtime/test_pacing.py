@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,8 +15,12 @@ import torch
 
 import actorsnap
 from actorsnap import Options, Snapshot, StateDict, shutdown
+from actorsnap.runtime.copy import CopyEvent, CopyReport, copy
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.pacing import _Pacer
+from actorsnap.runtime.location import make_location
+from actorsnap.runtime.pacing import _Pacer, paced
+from actorsnap.runtime.script import run_on_loop
+from actorsnap.runtime.source import Source
 from actorsnap.sync import PendingSnapshot
 from actorsnap.sync import Snapshot as SyncSnapshot
 from tests.conftest import LeakCheck
@@ -211,7 +216,7 @@ def test_a_save_that_fails_is_paced_no_more(tmp_path: Path) -> None:
     pending = save(f"held://{tmp_path}/s", "thread")
     with pytest.raises(actorsnap.ActorSnapError):
         pending.wait()
-    wait_until(lambda: not _Pacer.get()._saves)
+    wait_until(lambda: not _Pacer.get()._works)
     assert _Pacer.get()._controller._limits == {}
 
 
@@ -224,3 +229,61 @@ def test_a_forked_child_begins_anew(tmp_path: Path) -> None:
                 pass
             os._exit(0 if _Pacer.get() is not pacer else 1)
     assert os.waitpid(child, 0)[1] == 0
+
+
+def test_a_paced_copy_rests(tmp_path: Path) -> None:
+    save(tmp_path / "s", "thread").wait()
+    options = Options(fsync=False, chunk_bytes=2 << 20, max_slowdown=0.02)
+    source = Source(make_location(tmp_path / "s", None), options)
+    moved: list[CopyEvent] = []
+    host = Host.get()
+
+    async def run() -> CopyReport:
+        with paced(options, lambda: 0.0) as pace:
+            to = make_location(tmp_path / "copy", None)
+            copying = copy(source, to, overwrite=False, on_event=moved.append, pace=pace)
+            return await run_on_loop(host, copying)
+
+    set_duty(0.0)
+    call = host.submit(run())
+    wait_until(lambda: len(moved) == 1)
+    time.sleep(0.5)
+    assert [event.kind for event in moved] == ["begun"]
+    set_duty(1.0)
+    assert call.future.result().copied_bytes > NBYTES
+    check(tmp_path / "copy")
+    assert not _Pacer.get()._works
+
+
+@pytest.mark.parametrize("stored", [1.0, 0.0])
+def test_other_work_than_a_save_is_slowed_unless_it_is_late(stored: float) -> None:
+    trainer = Trainer()
+    for _ in range(20):
+        _Pacer.get().end_step(0.1)
+    # Late from the first look on, if nothing is stored.
+    options = Options(max_slowdown=0.02, timeout_s=5.0)
+    ended = threading.Event()
+
+    async def run() -> None:
+        with paced(options, lambda: stored) as pace:
+            assert pace is Host.get().resources.pace
+            await Host.get().run_blocking(ended.wait, 60)
+
+    call = Host.get().submit(run())
+    wait_until(lambda: bool(_Pacer.get()._works))
+
+    def duty() -> float:
+        trainer.steps(50)
+        return Host.get().resources.pace.duty
+
+    wait_until(lambda: 0.0 < duty() < 0.1)
+    if not stored:
+        wait_until(lambda: duty() == 1.0)
+    ended.set()
+    call.future.result()
+    wait_until(lambda: Host.get().resources.pace.duty == 1.0)
+
+
+async def test_without_the_option_other_work_has_no_pace() -> None:
+    with paced(Options(), lambda: 0.0) as pace:
+        assert pace is None

@@ -26,7 +26,7 @@ def pool(no_leaks: LeakCheck, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worke
 
 def submit(pool: WorkerPool, fn: Callable[..., Any], *args: Any) -> threading.Event:
     done = threading.Event()
-    pool.submit(fn, args, lambda result, error: done.set())
+    pool.submit((fn, args, lambda result, error: done.set()))
     return done
 
 
@@ -77,7 +77,7 @@ def test_threads_that_are_there_and_those_to_come_are_lowered(pool: WorkerPool) 
 
     jobs = [threading.Event() for _ in range(4)]
     for done in jobs:
-        pool.submit_waiting(look, (), lambda *_, done=done: done.set())
+        pool.submit_waiting((look, (), lambda *_, done=done: done.set()))
     wait_until(lambda: len(nice) == len(jobs))
     recovered.set()
     assert all(done.wait(60) for done in jobs)
@@ -125,12 +125,12 @@ def test_a_start_that_fails_leaves_no_thread(
 def test_jobs_that_wait_get_a_thread_each_at_once(pool: WorkerPool) -> None:
     met = threading.Barrier(6)
     for _ in range(5):
-        pool.submit_waiting(met.wait, (60,), lambda result, error: None)
+        pool.submit_waiting((met.wait, (60,), lambda result, error: None))
     met.wait(60)  # all five are in it
     wait_until(lambda: len(pool._threads) == 2)
     for _ in range(3):
         wait_until(lambda: not pool._busy_since)
         done = threading.Event()
-        pool.submit_waiting(int, (), lambda *_, done=done: done.set())
+        pool.submit_waiting((int, (), lambda *_, done=done: done.set()))
         assert done.wait(60)
     assert len(pool._threads) == 2  # who is idle takes it

@@ -144,7 +144,8 @@ def test_beyond_the_bound_spans_are_counted_only(monkeypatch: pytest.MonkeyPatch
     row = Recorder(Clock()).add_row("uploader")
     for _ in range(5):
         row.note(Work.STORE, "a", 0, 10)
-    assert (len(row.spans), row.num_dropped, row.totals[Work.STORE].nbytes) == (2, 3, 50)
+    record = row.record
+    assert (len(record.spans), record.num_dropped, record.totals[Work.STORE].nbytes) == (2, 3, 50)
 
 
 def run(*arguments: object) -> tuple[int, str, str]:

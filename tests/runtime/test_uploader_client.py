@@ -218,7 +218,7 @@ def test_chunks_are_given_back_many_at_a_time(tmp_path: Path) -> None:
     Snapshot.async_take(str(tmp_path / "s"), state(1, 64 << 20), options=options).wait()
     link = uploader()._link
     assert link is not None
-    assert link.statistics.received_frames < 16  # of 32 chunks
+    assert link.received_frames < 16  # of 32 chunks
 
 
 def test_chunks_are_given_back_at_once_where_memory_is_short(tmp_path: Path) -> None:
@@ -228,7 +228,7 @@ def test_chunks_are_given_back_at_once_where_memory_is_short(tmp_path: Path) -> 
     Snapshot.async_take(str(tmp_path / "s"), state(1, 64 << 20), options=options).wait()
     link = uploader()._link
     assert link is not None
-    assert link.statistics.received_frames > 24
+    assert link.received_frames > 24
 
 
 def test_a_structure_is_sent_once_and_later_only_what_changes(tmp_path: Path) -> None:
@@ -240,7 +240,7 @@ def test_a_structure_is_sent_once_and_later_only_what_changes(tmp_path: Path) ->
         Snapshot.async_take(f"{tmp_path}/{step}", {"m": given}, options=OFFLOADED).wait()
         link = uploader()._link
         assert link is not None
-        passed.append(link.statistics.sent_bytes + link.statistics.received_bytes)
+        passed.append(link.sent_bytes + link.received_bytes)
         assert Snapshot(f"{tmp_path}/{step}").get_state_dict_for_key("m")["step"] == step
     assert passed[0] > 200_000
     assert passed[1] - passed[0] <= 4096
@@ -279,8 +279,8 @@ def test_saves_with_less_memory_than_their_state(tmp_path: Path) -> None:
     ]
     for each in pending:
         each.wait()
-    assert host.resources.budget.statistics().leased_bytes == 0
-    assert host.resources.budget.statistics().peak_bytes <= 8 << 20
+    assert host.resources.budget.leased_bytes == 0
+    assert host.resources.budget.peak_bytes <= 8 << 20
     assert [number_at(tmp_path / str(number)) for number in range(3)] == [0, 1, 2]
     host.resources.set_budget(before)
 
@@ -290,7 +290,7 @@ def test_the_first_save_behind_a_warm_up_makes_no_block_and_no_process(tmp_path:
     wait_until(lambda: uploader().pid is not None)
     arena, pid = Host.get().resources.arena, uploader().pid
     before = os.fstat(arena.share()).st_blocks * 512
-    assert before == arena.statistics().free_bytes == 48 << 20
+    assert before == arena.free_bytes == 48 << 20
     Snapshot.async_take(str(tmp_path / "s"), state(1, 40 << 20), options=OFFLOADED).wait()
     assert os.fstat(arena.share()).st_blocks * 512 == before
     assert uploader().pid == pid
@@ -322,11 +322,11 @@ def test_many_saves_leave_nothing_behind(tmp_path: Path, no_leaks: LeakCheck) ->
         save(tmp_path / f"first {number}", number).wait()
     no_leaks.restart()
     found, arena = process(), Host.get().resources.arena
-    before = (arena.statistics(), found.num_fds(), found.num_threads())
+    before = (arena.lent_bytes, arena.free_bytes, found.num_fds(), found.num_threads())
     for number in range(30):
         save(tmp_path / str(number), number).wait()
     assert process() == found
-    assert (arena.statistics(), found.num_fds(), found.num_threads()) == before
+    assert (arena.lent_bytes, arena.free_bytes, found.num_fds(), found.num_threads()) == before
     no_leaks.assert_none()
 
 
@@ -482,7 +482,7 @@ def test_a_save_that_is_cancelled_leaves_nothing(tmp_path: Path, holds: Holds) -
         pending.wait()
     assert (caught.value.stage, caught.value.may_be_committed) == ("cancel", False)
     assert [path for path in (tmp_path / "s").rglob("*") if path.is_file()] == []
-    assert Host.get().resources.arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.lent_bytes == 0
 
 
 def test_ctrl_c_just_before_a_save_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +496,7 @@ def test_ctrl_c_just_before_a_save_begins(tmp_path: Path, monkeypatch: pytest.Mo
         with pytest.raises(KeyboardInterrupt):
             save(tmp_path / "s", 1)
     assert not (tmp_path / "s").exists()
-    assert Host.get().resources.arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.lent_bytes == 0
     save(tmp_path / "s", 2).wait()
     assert number_at(tmp_path / "s") == 2
 
@@ -527,7 +527,7 @@ def test_a_save_whose_process_is_killed_is_made_by_another_one(
     pending.wait()
     assert number_at(tmp_path / "s") == 1
     assert process().pid != first.pid
-    assert Host.get().resources.arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.lent_bytes == 0
 
 
 def test_the_process_stores_the_step(tmp_path: Path) -> None:
@@ -569,7 +569,7 @@ def test_a_save_that_kills_two_processes_is_aborted_by_name(tmp_path: Path, hold
     with pytest.raises(SnapshotAborted, match="SIGKILL") as caught:
         pending.wait()
     assert (caught.value.stage, caught.value.rank) == ("store", 0)
-    assert Host.get().resources.arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.lent_bytes == 0
     holds.let("manifest")
     save(f"held://{tmp_path}/t", 2).wait()  # by a third one
     assert number_at(tmp_path / "t") == 2
@@ -606,14 +606,11 @@ def test_three_saves_that_need_all_memory_wait_for_each_other(tmp_path: Path) ->
     save(tmp_path / "first", 0, options).wait()
     with ThreadPoolExecutor(3) as threads:
         list(threads.map(run, range(3)))
-    budget = Host.get().resources.budget.statistics()
+    budget = Host.get().resources.budget
     assert budget.peak_bytes <= budget_bytes
     assert (budget.leased_bytes, budget.num_waiting) == (0, 0)
     # Blocks are powers of two: the last chunk of each may lie in one of up to twice its size.
-    assert (
-        Host.get().resources.arena.statistics().peak_bytes
-        <= budget_bytes + 3 * options.chunk_bytes // 2
-    )
+    assert Host.get().resources.arena.peak_bytes <= budget_bytes + 3 * options.chunk_bytes // 2
     # Only now: a read may go beyond the budget where saves hold all of it.
     assert [number_at(tmp_path / str(number)) for number in range(3)] == [0, 1, 2]
 
@@ -634,7 +631,7 @@ def test_a_copy_that_fails_here_is_the_saves_error(
         save(tmp_path / "s", 1).wait()
     assert caught.value.stage == "stage"
     assert isinstance(caught.value.__cause__, ValueError)
-    assert Host.get().resources.arena.statistics().lent_bytes == 0
+    assert Host.get().resources.arena.lent_bytes == 0
 
 
 def test_a_fault_at_this_end_leaves_no_save_waiting(
@@ -778,42 +775,19 @@ def test_a_trainer_without_standard_streams_has_a_process(tmp_path: Path, closed
     assert Snapshot(str(tmp_path / "b")).verify("full").ok
 
 
-def test_sigterm_reaches_a_process_whose_trainer_blocks_it(tmp_path: Path) -> None:
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    try:
-        shutdown()  # threads of the runtime inherit it
-        save(tmp_path / "s", 1).wait()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    first = process()
-    first.terminate()
-    wait_until(lambda: uploader().pid != first.pid)
-
-
-def test_ctrl_c_is_not_for_the_process(tmp_path: Path, holds: Holds) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_for_the_trainer(tmp_path: Path, holds: Holds, number: signal.Signals) -> None:
+    """A terminal sends Ctrl-C to all of them, and a system that preempts a job SIGTERM."""
     holds.hold("manifest")
     pending = save(f"held://{tmp_path}/s", 1)
     holds.wait_held("manifest")
     first = process()
-    first.send_signal(signal.SIGINT)
+    first.send_signal(number)
+    time.sleep(0.1)
     holds.let("manifest")
     pending.wait()
-    assert process() == first
-
-
-def test_sigterm_ends_its_saves_by_name(tmp_path: Path, holds: Holds) -> None:
-    holds.hold("manifest")
-    pending = save(f"held://{tmp_path}/s", 1)
-    holds.wait_held("manifest")
-    first = process()
-    first.terminate()
-    with pytest.raises(SnapshotAborted, match="SIGTERM"):
-        pending.wait()
-    # It leaves soon: what is asked of it now is for the next one.
     save(tmp_path / "t", 2).wait()
-    assert number_at(tmp_path / "t") == 2
-    assert process() != first
-    assert [path for path in (tmp_path / "s").rglob("*") if path.is_file()] == []
+    assert process() == first
 
 
 @contextmanager
@@ -980,6 +954,25 @@ def test_a_detached_save_is_committed_without_the_trainer(
     holds.let("manifest")
     process.wait(PATIENCE_S)
     assert number_at(tmp_path / "s") == 1
+
+
+def test_sigterm_after_the_trainers_end_aborts_a_detached_save(
+    tmp_path: Path, holds: Holds
+) -> None:
+    holds.hold("manifest")
+    with trainer(
+        "save(sys.argv[1], 1, DETACHED).staged(); print(pid(), flush=True)",
+        f"held://{tmp_path}/s",
+    ) as parent:
+        assert parent.stdout is not None
+        process = psutil.Process(int(parent.stdout.readline()))
+    holds.wait_held("manifest")
+    for _ in range(5):  # ignored until it has noticed the end
+        process.terminate()
+        time.sleep(0.2)
+    holds.let("manifest")
+    process.wait(PATIENCE_S)
+    assert [path for path in (tmp_path / "s").rglob("*") if path.is_file()] == []
 
 
 def test_exit_waits_for_a_detached_save_that_no_process_makes(tmp_path: Path, holds: Holds) -> None:

@@ -268,8 +268,8 @@ class GcsServer(Server):
     scheme = "gs"
     project: ClassVar[str] = "actorsnap-tests"
 
-    def make_bucket(self) -> str:
-        bucket = f"bucket-{next(_bucket_numbers)}"
+    def make_bucket(self, name: str = "") -> str:
+        bucket = name or f"bucket-{next(_bucket_numbers)}"
         request = urllib.request.Request(
             f"{self.endpoint}/storage/v1/b?project={self.project}",
             data=json.dumps({"name": bucket}).encode(),

@@ -17,10 +17,10 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from actorsnap.format.geometry import extent_bytes
 from actorsnap.runtime.host import shutdown
 from actorsnap.state import devices
 from actorsnap.state.sources import memory_at
-from actorsnap.state.tensors import extent_bytes
 
 __all__ = ["Counts", "FakeDevices", "FakeStream", "fake_devices"]
 

@@ -21,7 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, ShardOrderEntry,
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from actorsnap.format.geometry import Box, Placement, covers_exactly, local_shape, place
+from actorsnap.format.geometry import Box, Placement, covers_exactly, place
 from actorsnap.state.distributed import (
     Describer,
     Replica,
@@ -78,8 +78,8 @@ def test_boxes_are_where_torch_cuts(layout: Any) -> None:
             for axis, cut in enumerate(axes)
             if cut is not None
         ]
-        assert local_shape(shape, cuts) == tuple(local.shape)
-        placed = place(shape, cuts)
+        placed, local_shape = place(shape, cuts)
+        assert local_shape == tuple(local.shape)
         if 0 in shape:
             assert [p.box for p in placed] == [Box.whole(shape)]
             continue
@@ -99,10 +99,10 @@ def test_boxes_are_where_torch_cuts(layout: Any) -> None:
 
 def test_few_boxes_and_no_wrong_cuts() -> None:
     halves = [Placement(0, 2, 1, 2), Placement(0, 2, 1)]
-    assert [p.box for p in place((8,), halves)] == [Box((6,), (2,))]
-    assert [p.box for p in place((8,), halves[:1])] == [Box((2,), (2,)), Box((6,), (2,))]
-    assert len(place((8, 8), [Placement(0, 2, 0, 2), Placement(1, 2, 1, 2)])) == 4
-    assert place((), []) != []
+    assert [p.box for p in place((8,), halves)[0]] == [Box((6,), (2,))]
+    assert [p.box for p in place((8,), halves[:1])[0]] == [Box((2,), (2,)), Box((6,), (2,))]
+    assert len(place((8, 8), [Placement(0, 2, 0, 2), Placement(1, 2, 1, 2)])[0]) == 4
+    assert place((), [])[0] != []
     for wrong in (
         Placement(1, 2, 0),
         Placement(0, 2, 2),

@@ -35,7 +35,7 @@ from actorsnap.format.checksum import crc32c
 from actorsnap.storage import Storage, StorageContext
 from actorsnap.storage.base import ObjectWriter
 from actorsnap.storage.gs import open_gs
-from actorsnap.storage.gs_client import GsClient, GsOptions, Target
+from actorsnap.storage.gs_client import GsClient, GsOptions, NewObject
 from actorsnap.storage.wire import is_unknown_host
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
@@ -778,7 +778,7 @@ async def test_a_copy_of_several_requests(google: tuple[str, type[_Google]]) -> 
     options = GsOptions(endpoint_url=url, anonymous=True)
     context = StorageContext(run_blocking=run_blocking_in_thread)
     client = GsClient("bucket", "gs://bucket", options, context)
-    copied = await client.copy("reuse", "key", Target(name="new", storage_class=None), "old")
+    copied = await client.copy("reuse", "key", NewObject(name="new", storage_class=None), "old")
     assert (copied.name, copied.size) == ("key", 5)
     await client.aclose()
 

@@ -43,7 +43,7 @@ from tests.servers.ceph import CephServer
 from tests.servers.moto import MotoServer
 from tests.servers.rclone import RcloneServer
 from tests.storage.peers import Peer, repeat, serving
-from tests.support.proxy import Drop, FaultProxy, FlipBit, SetHeader, TlsFiles, Way
+from tests.support.proxy import Answer, Drop, FaultProxy, FlipBit, SetHeader, TlsFiles, Way
 
 _MIB = 1 << 20
 _SECRETS = ("AKIDOFATEST", "a-secret-of-this-test", "a-token-of-this-test")
@@ -828,6 +828,17 @@ async def test_a_server_without_conditional_puts_is_found_out(
         lax.after_put = lambda path: lax.objects.update({path: b"theirs"})
         with pytest.raises(ObjectExists):
             await storage.put_if_absent("two", b"ours")
+        await storage.aclose()
+
+
+@bounded(30)
+async def test_a_probe_does_not_stay_if_its_deletion_is_throttled() -> None:
+    lax = Lax()
+    with serving(repeat(lax.step)) as server, FaultProxy(server.url) as proxy:
+        storage = bare("s3://bucket/p", {"endpoint_url": proxy.endpoint, **_KEYS})
+        with proxy.fault(Answer(status=503), method="POST", pattern="delete", times=2):
+            await storage.put_if_absent("one", b"one")
+        assert list(lax.objects) == ["/bucket/p/one"]
         await storage.aclose()
 
 

@@ -190,11 +190,11 @@ class SimulatedSave:
             metadata=dict(self.metadata),
         )
         can = Capabilities() if self.codec is not None else storage.capabilities
-        decisions = SaveDecisions(
+        common = Assignment(
             attempt=self.attempt,
-            url="simulated",
+            url=b"simulated",
+            fsync=True,
             save=save,
-            release=RELEASE,
             rules=PackingRules(
                 chunk_bytes=self.chunk_bytes,
                 max_objects=2,
@@ -205,8 +205,8 @@ class SimulatedSave:
                 codec=self.codec,
             ),
             resumed=self.resumed,
-            memory=memory,
         )
+        decisions = SaveDecisions(common, release=RELEASE, memory=memory)
         end = self._network.coordinator()
 
         def fill(payloads: Mapping[int, bytes]) -> Commit:

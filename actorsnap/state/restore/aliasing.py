@@ -13,8 +13,9 @@ import msgspec
 import numpy as np
 import torch
 
+from actorsnap.format.geometry import extent_bytes
 from actorsnap.state.sharing import Region, memory_of, region_of, share_bytes, touching
-from actorsnap.state.tensors import TensorOrArray, extent_bytes
+from actorsnap.state.tensors import TensorOrArray
 
 Target: TypeAlias = TensorOrArray
 """A value that can be restored in place."""

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from actorsnap.errors import FormatError
-from actorsnap.format.geometry import Box
+from actorsnap.format.geometry import Box, c_strides
 from actorsnap.format.manifest import BytesEntry, CompositeEntry, Stored, TensorEntry, ViewEntry
 from actorsnap.planning.index import Shard, ShardedEntry
 from actorsnap.planning.restore import BoxRead, plan_boxes
@@ -48,7 +48,6 @@ from actorsnap.state.tensors import (
     ExtentSink,
     StridedMemory,
     as_bytes,
-    c_strides,
     empty_tensor,
     is_addressable,
     storage_bytes,
@@ -169,9 +168,9 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
     path, data, target = entry.path, entry.data, pair.target
     nbytes = data.stop - data.start
     sink: ByteSink | None = None
-    if pair.is_plain and isinstance(target, torch.Tensor):
+    if pair.address is not None and target is not None:
         if nbytes:
-            start = target.data_ptr()
+            start = pair.address
             sink = HostMemory(start, nbytes, target)
             memory.destinations.append(
                 Destination(path, target, start, start + nbytes, path, start)

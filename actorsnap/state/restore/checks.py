@@ -13,12 +13,12 @@ import numpy as np
 import torch
 
 from actorsnap.errors import FormatError
-from actorsnap.format.geometry import Box
+from actorsnap.format.geometry import Box, extent_bytes
 from actorsnap.format.manifest import CompositeEntry, TensorEntry, ViewEntry
 from actorsnap.planning.index import AnyEntry, ShardedEntry
 from actorsnap.state.composite import part_shape
 from actorsnap.state.objects import NUMPY_DTYPES
-from actorsnap.state.tensors import DTYPES, QUANTIZED, extent_bytes
+from actorsnap.state.tensors import DTYPES, QUANTIZED
 from actorsnap.state.tree import part_path
 
 NUMPY_KINDS: Final = frozenset({"numpy", "numpy_scalar"})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias, TypeGuard
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import numpy as np
@@ -43,7 +43,6 @@ from actorsnap.state.tree import (
     Skeleton,
     escape,
     flatten,
-    parent_of,
     part_path,
     unescape,
 )
@@ -102,12 +101,10 @@ class Rules:
         return self.is_strict(path) or (self.keeps_keys and is_same_kind)
 
     def passes_over(self, path: str) -> bool:
-        """Whether a ``ModelState`` ignores a saved leaf of its optimizers.
+        """Under ``MODEL``: whether a saved leaf of the optimizers is ignored.
 
         It may have no optimizers now, or the parameter is frozen or in another stage.
         """
-        if self.matching is not Matching.MODEL:
-            return False
         below = f"{self.root}/optim/"
         if not path.startswith(below):
             return False
@@ -147,10 +144,9 @@ def entries_by_key(entries: Sequence[AnyEntry]) -> dict[str, list[AnyEntry]]:
     Raises:
         FormatError: A path does not begin with a top-level key.
     """
-    by_path: dict[str, AnyEntry] = {}
+    by_path = {entry.path: entry for entry in entries}
     tokens: dict[str, list[AnyEntry]] = {}
     for entry in entries:
-        by_path[entry.path] = entry
         tokens.setdefault(_token_of(entry.path), []).append(entry)
     keys: dict[str, list[AnyEntry]] = {}
     for token, own in tokens.items():
@@ -164,7 +160,7 @@ def entries_by_key(entries: Sequence[AnyEntry]) -> dict[str, list[AnyEntry]]:
 
 
 def _token_of(path: str) -> str:
-    return parent_of(path.partition("/")[0])
+    return path.partition("/")[0].partition("@")[0]
 
 
 def leaves_of(root: str, target: object | None) -> dict[str, object]:
@@ -221,10 +217,8 @@ def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | N
     return "; ".join(lines) or None
 
 
-def _fits_plainly(
-    target: Any, dtype: torch.dtype | None, entry: TensorEntry
-) -> TypeGuard[torch.Tensor]:
-    """Whether stored bytes can be read straight into a target; nearly always."""
+def _plain_address(target: Any, dtype: torch.dtype | None, entry: TensorEntry) -> int | None:
+    """Returns the address to read stored bytes to; nearly always, the target takes them as is."""
     if not (
         type(target) in PLAIN_TYPES
         and target.dtype is dtype
@@ -233,9 +227,11 @@ def _fits_plainly(
         and target.layout is torch.strided
         and is_addressable(target)
     ):
-        return False
+        return None
     nbytes = entry.data.stop - entry.data.start
-    return not nbytes or bool(address_of(target) and target.untyped_storage().nbytes() >= nbytes)
+    start = address_of(target)
+    has_memory = not nbytes or (start and target.untyped_storage().nbytes() >= nbytes)
+    return start if has_memory else None
 
 
 class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -245,14 +241,14 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
         dtype: Of a dense tensor; else None.
         target: A tensor or array that fits; None makes a fresh value.
         sharding: That of a distributed target; else None.
-        is_plain: Whether the target is in CPU memory in C order, like the stored bytes.
+        address: Of a target in CPU memory in C order, like the stored bytes; else None.
     """
 
     entry: AnyEntry
     dtype: torch.dtype | None
     target: Target | None
     sharding: Sharding | None = None
-    is_plain: bool = False
+    address: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,7 +394,7 @@ def _add_leaf(found: Match, entry: AnyEntry) -> None:
                 found.values[path] = value
 
 
-def _find_target(found: Match, entry: AnyEntry) -> object:
+def _find_target(found: Match, entry: AnyEntry) -> Any:
     """Returns ``_ABSENT`` without a leaf, ``_UNWANTED`` to skip the entry."""
     path, rules = entry.path, found.rules
     target = found.targets.get(path, _ABSENT)
@@ -406,7 +402,8 @@ def _find_target(found: Match, entry: AnyEntry) -> object:
         is_private = found.world_size > 1 and not getattr(entry, "replicated", True)
         (found.unexpected if is_private else found.unplaced).append(path)
         return _UNWANTED
-    return _UNWANTED if rules.passes_over(path) else target
+    is_passed_over = rules.matching is Matching.MODEL and rules.passes_over(path)
+    return _UNWANTED if is_passed_over else target
 
 
 def _is_mismatch(found: Match, path: str, stored: str, target: object) -> bool:
@@ -429,8 +426,9 @@ def _add_tensor(
     target = _find_target(found, entry)
     if target is _UNWANTED:
         return
-    if type(entry) is TensorEntry and _fits_plainly(target, dtype, entry):
-        found.pairs.append(Pair(entry, dtype, target, is_plain=True))
+    address = _plain_address(target, dtype, entry) if type(entry) is TensorEntry else None
+    if address is not None:
+        found.pairs.append(Pair(entry, dtype, target, None, address))
         return
     pair = Pair(entry, dtype, None)
     if isinstance(target, TARGET_TYPES):

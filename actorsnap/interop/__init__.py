@@ -1,0 +1,1 @@
+"""Calls of other checkpoint libraries, over actorsnap's own."""

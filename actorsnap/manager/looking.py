@@ -1,0 +1,201 @@
+"""Looks at a root and marks its snapshots: what any process may do next to a running manager.
+
+None of it takes a generation, so none of it stops a manager.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from typing import Any, TypeAlias
+
+from actorsnap.errors import FormatError, UsageError
+from actorsnap.format.manifest import Commit
+from actorsnap.format.requests import check_reason
+from actorsnap.format.steps import StepName
+from actorsnap.manager.keeper import current_timeline, find_step
+from actorsnap.manager.results import StepInfo
+from actorsnap.planning.keeping import metric_value
+from actorsnap.planning.marks import Facts, Pin
+from actorsnap.runtime.host import Script
+from actorsnap.runtime.marks import own_holder, put_metrics, put_pin
+from actorsnap.runtime.roots import Listing, Root, stored_step
+from actorsnap.runtime.source import OpenSource
+
+Until: TypeAlias = timedelta | datetime | None
+
+
+def steps(root: Root, *, is_complete: bool) -> Script[list[StepInfo]]:
+    """Returns committed steps of the timeline, oldest first; if complete, all others too."""
+
+    async def perform(opened: OpenSource) -> list[StepInfo]:
+        listing = await root.list(opened)
+        commits = await root.read_commits(opened, listing.names)
+        facts = await root.read_facts(opened, listing)
+        run = {*current_timeline(listing, commits)}
+        found = [
+            _info(root, listing, name, commits.get(name), facts.get(name, Facts()), name in run)
+            for name in sorted(listing.names, key=lambda name: (name.generation, name.step))
+        ]
+        return [info for info in found if is_complete or info.state == "committed"]
+
+    return (yield from root.source.perform("list", perform))
+
+
+def _info(
+    root: Root,
+    listing: Listing,
+    name: StepName,
+    commit: Commit | FormatError | None,
+    facts: Facts,
+    is_in_run: bool,
+) -> StepInfo:
+    url = root.url_of(name)
+    if not isinstance(commit, Commit):
+        state = "unfinished" if commit is None else "damaged"
+        state = "deleting" if commit is None and name in listing.records.intents else state
+        return StepInfo(step=name.step, url=url, name=name, state=state)
+    stored = stored_step(name, commit, facts)
+    return StepInfo(
+        step=name.step,
+        url=url,
+        name=name,
+        state="committed" if is_in_run else "abandoned",
+        created_s=stored.created_s,
+        metrics=stored.metrics,
+        pins=facts.pins_at(time.time()),
+        is_durable=root.is_durable(name),
+    )
+
+
+async def _find(root: Root, opened: OpenSource, step: int | StepName) -> tuple[StepName, Facts]:
+    """Returns the committed snapshot of a step. Reads the commit objects of that step only, unless
+    there are several.
+    """
+    if not isinstance(step, StepName | int) or isinstance(step, bool):
+        raise UsageError(f"a step is an integer or a name that steps() returned, not {step!r}")
+    listing = await root.look(opened)
+    wanted = [name for name in listing.names if step in (name, name.step)]
+    commits = await root.read_commits(opened, wanted)
+    if len(commits) > 1:
+        listing = await root.list(opened)
+        commits = await root.read_commits(opened, listing.names)
+    name = find_step(root.url, listing, commits, step)
+    if not isinstance(commits[name], Commit):
+        raise UsageError(f"{root.url_of(name)} is damaged")
+    facts = await root.marks.read(opened, {name: listing.records.marks.get(name, ())})
+    return name, facts[name]
+
+
+# Pins
+
+
+def pin(root: Root, step: int | StepName, reason: str, until: Until) -> Script[Pin]:
+    """Protects a snapshot from all deletions."""
+    reason = check_reason(reason, 'pin(300, "for the paper")')
+    for_s = None if until is None else _time_until(until)
+    holder = own_holder()
+
+    async def perform(opened: OpenSource) -> Pin:
+        name, _ = await _find(root, opened, step)
+        return await put_pin(
+            opened.storage,
+            root.url,
+            name,
+            reason=reason,
+            holder=holder,
+            for_s=for_s,
+            is_committed=partial(root.is_committed, opened, name),
+        )
+
+    return (yield from root.source.perform("pin", perform))
+
+
+def _time_until(until: object) -> float:
+    """Returns seconds."""
+    if isinstance(until, datetime):
+        if until.tzinfo is None:
+            raise UsageError(f"until={until!r} has no time zone: write datetime.now(UTC) + ...")
+        until = until - datetime.now(UTC)
+    if not isinstance(until, timedelta) or until <= timedelta():
+        raise UsageError(f"until={until!r}: write timedelta(days=30), or a datetime to come")
+    return until.total_seconds()
+
+
+def unpin(root: Root, step: int | StepName | Pin, reason: str | None) -> Script[list[Pin]]:
+    """Returns the pins that were removed.
+
+    Raises:
+        UsageError: The step has no such pin; or it has pins for several reasons, and none is given.
+    """
+
+    async def perform(opened: OpenSource) -> list[Pin]:
+        if isinstance(step, Pin):
+            await opened.storage.delete([step.key])
+            return [step]
+        name, facts = await _find(root, opened, step)
+        found = [pin for pin in facts.pins if reason in (None, pin.reason)]
+        if not found:
+            others = f"; it is {', '.join(map(str, facts.pins))}" if facts.pins else ""
+            raise UsageError(f"{root.url_of(name)} has no such pin{others}")
+        if len({pin.reason for pin in found}) > 1:
+            raise UsageError(
+                f"{root.url_of(name)} is {', '.join(map(str, found))}: name the reason of the pin "
+                "that should go"
+            )
+        await opened.storage.delete([pin.key for pin in found])
+        return found
+
+    return (yield from root.source.perform("unpin", perform))
+
+
+# Metrics
+
+
+def record(
+    root: Root, step: int | StepName, metrics: object, *, is_saved: bool = True
+) -> Script[StepName]:
+    """Adds metrics to a snapshot, and returns its name.
+
+    Args:
+        is_saved: False: ``step`` is the name of one that is being saved.
+
+    Raises:
+        UsageError: There are no metrics, or one has no name or is no number.
+    """
+    noted = stored_metrics(metrics)
+    if not noted or "" in noted:
+        raise UsageError(f"record {metrics!r}: name each metric, such as {{'val/loss': 0.25}}")
+
+    async def perform(opened: OpenSource) -> StepName:
+        if is_saved or not isinstance(step, StepName):
+            name, _ = await _find(root, opened, step)
+        else:
+            name = step
+        await put_metrics(opened.storage, name, noted)
+        return name
+
+    return (yield from root.source.perform("record", perform))
+
+
+def stored_metrics(metrics: object) -> dict[str, float | str]:
+    """Returns numbers by name, as JSON holds them.
+
+    Raises:
+        UsageError: A value is no number.
+    """
+    if not isinstance(metrics, Mapping):
+        raise UsageError(f"metrics must be numbers by name, not {metrics!r}")
+    return {str(key): _stored_metric(key, metrics[key]) for key in metrics}
+
+
+def _stored_metric(name: object, value: Any) -> float | str:
+    """JSON has no NaN and infinities: they are stored as text."""
+    try:
+        number = metric_value(value)
+    except (TypeError, ValueError, UsageError) as error:
+        raise UsageError(f"metric {name!r} must be a number, not {value!r}") from error
+    return number if math.isfinite(number) else repr(number)

@@ -1,0 +1,68 @@
+"""The metadata that a manager stores with a snapshot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from actorsnap.errors import ActorSnapError, UsageError, describe
+from actorsnap.format.manifest import Commit
+from actorsnap.format.steps import StepName
+from actorsnap.log import Log
+from actorsnap.manager.looking import stored_metrics
+from actorsnap.manager.results import Metrics
+from actorsnap.planning.cadence import Improvements
+from actorsnap.runtime.host import Script
+from actorsnap.runtime.location import check_metadata
+from actorsnap.runtime.roots import METADATA_KEY, Root
+
+logger = Log(__name__)
+
+
+def stored_metadata(
+    reason: str,
+    metrics: Metrics,
+    common: Mapping[str, Any] | None,
+    metadata: Mapping[str, Any] | None,
+    best: Mapping[str, float],
+) -> dict[str, Any]:
+    """Returns the caller's metadata with the manager's entry.
+
+    Args:
+        common: The manager's, to which ``metadata`` is added.
+        best: Values for ``recall_best``.
+
+    Raises:
+        UsageError: Bad metadata, or a metric that is no number.
+    """
+    found = metrics() if callable(metrics) else metrics
+    if not isinstance(found, Mapping | None):
+        raise UsageError(f"metrics must be numbers by name, not {found!r}")
+    merged = {**(common or {}), **check_metadata(metadata)}
+    if METADATA_KEY in merged:
+        raise UsageError(f"metadata[{METADATA_KEY!r}] is the manager's own")
+    noted: dict[str, Any] = {"reason": reason}
+    if found:
+        noted["metrics"] = stored_metrics(found)
+    if best:
+        noted["best"] = dict(best)
+    return {**merged, METADATA_KEY: noted}
+
+
+def recall_best(root: Root, name: StepName, improvements: Improvements) -> Script[None]:
+    """Continues with the best values of the run that saved ``name``. Failures are logged."""
+    try:
+        commits = yield from root.source.perform(
+            "read the best metrics", lambda opened: root.read_commits(opened, [name])
+        )
+    except ActorSnapError as error:
+        logger.warning("%s: the best metrics are unknown: %s", root.url, describe(error))
+        return
+    commit = commits.get(name)
+    noted = commit.metadata.get(METADATA_KEY) if isinstance(commit, Commit) else None
+    best = noted.get("best") if isinstance(noted, dict) else None
+    improvements.best = {
+        str(key): float(value)
+        for key, value in (best if isinstance(best, dict) else {}).items()
+        if isinstance(value, int | float)
+    }

@@ -1,0 +1,167 @@
+"""Arguments and results of a manager's calls."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, SupportsIndex
+
+from actorsnap.errors import UsageError
+from actorsnap.format.steps import MAX_STEP, StepName
+from actorsnap.options import Options
+from actorsnap.planning.cadence import SavePolicy
+from actorsnap.planning.keeping import KeepPolicy, Verdict
+from actorsnap.planning.marks import Pin
+from actorsnap.runtime.location import AppState, check_flag, check_metadata
+from actorsnap.runtime.restore import RestoreReport
+from actorsnap.state.stateful import validate_app_state
+
+Metrics = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
+"""Numbers by name; a callable is called on every rank, and only for a step that is saved. With
+``every.improvement`` rank 0 calls it for each step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepInfo:
+    """A snapshot at the root.
+
+    Attributes:
+        created_s: Since 1970; 0 unless committed.
+        metrics: See ``CheckpointManager.maybe_save``.
+        state: ``"committed"``; ``"abandoned"``: committed, but the run went on from an earlier
+            step; ``"damaged"``: its commit object cannot be read; ``"unfinished"``: never
+            committed; ``"deleting"``.
+        pins: Reasons why it is not deleted.
+        is_durable: Committed at the root; False: at the tier only (``tiers``).
+    """
+
+    step: int
+    url: str
+    name: StepName
+    state: str
+    created_s: float = 0.0
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    pins: tuple[Pin, ...] = ()
+    is_durable: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """The result of a restore.
+
+    Attributes:
+        url: Of the copy that was restored: at the tier, if that is whole, or at the root.
+        skipped: URLs of newer snapshots, or of nearer copies, that are damaged, with the reasons.
+    """
+
+    step: int
+    url: str
+    report: RestoreReport
+    skipped: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PruneReport:
+    """The result of ``prune``.
+
+    Attributes:
+        verdicts: On each committed step of the run, oldest first.
+        deleted: URLs; with ``dry_run`` those that would be deleted.
+        failed: Reasons by URL. A later pass tries again.
+    """
+
+    verdicts: tuple[Verdict, ...]
+    deleted: tuple[str, ...]
+    failed: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Status:
+    """What this rank knows.
+
+    Attributes:
+        generation: Of this run; None before its first save.
+        committed: The last step known to be committed.
+        verified: The last step that was also verified. Rank 0 only.
+        pending: Steps in flight.
+        failed_deletes: Reasons by URL; a later pass tries again. By the root's own URL if a whole
+            pass failed, as of a policy that raises. Rank 0 only.
+        num_deletes_left: Steps that the last pass gave up, but had no time to delete. Rank 0 only.
+        is_superseded: Another manager has begun a run at the root: this one deletes nothing.
+        draining: Steps that are at the tier and not yet at the root. Rank 0 only.
+        failed_drains: Reasons by URL; later drains try again. Rank 0 only.
+        due_in_s: Seconds until a clock makes a save due. Rank 0 only; None if no clock does.
+        requests: Reasons of saves that were asked for and have not begun. On rank 0 of all ranks.
+        last_agreement: Outcome of the last agreement of the ranks; empty before the first one.
+    """
+
+    generation: int | None
+    committed: int | None
+    verified: int | None
+    pending: tuple[int, ...]
+    failed_deletes: Mapping[str, str]
+    num_deletes_left: int
+    is_superseded: bool
+    draining: tuple[int, ...]
+    failed_drains: Mapping[str, str]
+    due_in_s: float | None
+    requests: tuple[str, ...]
+    last_agreement: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ManagerSettings:
+    """The arguments of ``CheckpointManager``."""
+
+    root: Any
+    app_state: AppState | None
+    save: SavePolicy
+    keep: KeepPolicy
+    min_valid: int
+    max_pending: int
+    replicated: Sequence[str]
+    stage: str
+    metadata: Mapping[str, Any] | None
+    storage_options: Mapping[str, Any] | None
+    options: Options | None
+    group: Any
+    store: Any
+    tiers: Sequence[Any] = ()
+    progress: bool = False
+    notices: Sequence[Any] | None = None
+    watch_requests_s: float | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.save, SavePolicy):
+            raise UsageError(f"save must be a policy like every.steps(500), not {self.save!r}")
+        check_keep(self.keep)
+        for name in ("min_valid", "max_pending"):
+            value = getattr(self, name)
+            if type(value) is not int or value < 1:
+                raise UsageError(f"{name} must be an integer of at least 1, not {value!r}")
+        check_metadata(self.metadata)
+        check_flag("progress", self.progress)
+        app_state = self.app_state
+        if app_state or not isinstance(app_state, Mapping | None):
+            validate_app_state(app_state)
+        every_s = self.watch_requests_s
+        is_number = isinstance(every_s, int | float) and not isinstance(every_s, bool)
+        if every_s is not None and not (is_number and every_s > 0):
+            raise UsageError(
+                f"watch_requests_s must be a number greater than 0, or None, not {every_s!r}"
+            )
+
+
+def check_keep(policy: object) -> None:
+    if not isinstance(policy, KeepPolicy):
+        raise UsageError(f"keep must be a policy like keep.last(3), not {policy!r}")
+
+
+def check_training_step(step: object) -> int:
+    """Returns the step as an int; other integer types, as of numpy, count too."""
+    if type(step) is int and 0 <= step <= MAX_STEP:
+        return step
+    if isinstance(step, SupportsIndex) and type(step) not in (int, bool):
+        return check_training_step(operator.index(step))
+    raise UsageError(f"step must be the training step: an integer of at least 0, not {step!r}")

@@ -1,0 +1,225 @@
+"""Shows how far a call is, while it blocks its caller: a bar per phase on a terminal and in a
+notebook, a log line per ten seconds elsewhere.
+
+A thread draws: neither the caller nor the runtime's loop waits for a terminal. It reads the amounts
+ten times a second, so the call only counts. rich is imported by the first bar.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import importlib.util
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple, Self, TextIO, TypeAlias, TypeVar
+
+import anyio
+
+from actorsnap.actors.trace import ProgressBoard
+from actorsnap.log import Log
+from actorsnap.runtime.host import Host, Script, wait_done
+from actorsnap.runtime.script import is_in_kernel
+
+T = TypeVar("T")
+
+logger = Log(__name__)
+
+_FIRST_S = 0.2
+"""Time before a call gets bars: shorter calls would flicker."""
+
+_DRAW_S = 0.1
+"""Time between two drawings."""
+
+_LOG_S = 10.0
+"""Time between two log lines."""
+
+_PATIENCE_S = 1.0
+"""Longest wait for a terminal at the end of a call."""
+
+
+class Amount(NamedTuple):
+    """Bytes of a phase. ``total_bytes`` is 0 until it is known."""
+
+    phase: str
+    done_bytes: int
+    total_bytes: int
+
+
+Look: TypeAlias = Callable[[], Sequence[Amount]]
+"""Returns the amounts of all phases; on any thread, and never blocks."""
+
+
+class ByteCount:
+    """Bytes done; threads add to it."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.done_bytes = 0
+
+    def add(self, nbytes: int) -> None:
+        with self._lock:
+            self.done_bytes += nbytes
+
+
+def of_save(board: ProgressBoard) -> Look:
+    """Returns the phases of a save."""
+
+    def look() -> Sequence[Amount]:
+        now = board.latest
+        return (
+            Amount("staging", now.staged_bytes, now.total_bytes),
+            Amount("storing", now.stored_bytes, now.total_bytes),
+        )
+
+    return look
+
+
+def shown(script: Script[T], look: Look, url: str, *, is_on: bool) -> Script[T]:
+    """Runs a script and shows its progress, if ``is_on``."""
+    if not is_on:
+        return (yield from script)
+    display = Display(look, url, first_s=_FIRST_S, logs=True)
+    display.start()
+    try:
+        result = yield from script
+    except Exception:
+        yield display.finish
+        raise
+    except BaseException:  # the caller left: no further step
+        display.stop()
+        raise
+    yield display.finish
+    return result
+
+
+class Display:
+    """Shows amounts from ``start`` to ``stop``.
+
+    Args:
+        url: Of the snapshot, without secrets; empty for none.
+        first_s: Delay of the bars.
+        logs: Log lines where bars cannot be shown.
+    """
+
+    def __init__(self, look: Look, url: str = "", *, first_s: float = 0.0, logs: bool) -> None:
+        self._look = look
+        self._url = url
+        self._first_s = first_s
+        self._logs = logs
+        self._is_stopped = threading.Event()
+        self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
+
+    def start(self) -> None:
+        is_notebook = is_in_kernel()
+        if is_notebook and importlib.util.find_spec("ipywidgets") is not None:
+            self._begin(lambda: self._draw(None))
+        elif not is_notebook and _is_terminal():
+            self._begin(self._draw_on_terminal)
+        elif self._logs:
+            self._begin(self._log)
+        else:
+            self._ended.set_result(None)
+
+    def stop(self) -> None:
+        """Ends it soon."""
+        self._is_stopped.set()
+
+    async def finish(self, _: Host) -> None:
+        """Ends it; returns when the terminal is clean."""
+        self.stop()
+        with anyio.move_on_after(_PATIENCE_S):
+            await wait_done(self._ended)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        with suppress(TimeoutError):
+            self._ended.result(_PATIENCE_S)
+
+    def _begin(self, work: Callable[[], None]) -> None:
+        def run() -> None:
+            try:
+                work()
+            except Exception:
+                logger.warning("progress cannot be shown", exc_info=True)
+            finally:
+                self._ended.set_result(None)
+
+        threading.Thread(target=run, name="actorsnap-progress", daemon=True).start()
+
+    def _draw_on_terminal(self) -> None:
+        # Not ``sys.stderr``: if the terminal is paused, this thread would hold its lock for ever.
+        with open(
+            os.dup(sys.stderr.fileno()), "w", encoding=sys.stderr.encoding, errors="replace"
+        ) as terminal:
+            self._draw(terminal)
+
+    def _draw(self, terminal: TextIO | None) -> None:
+        """Draws until stopped; in a notebook if ``terminal`` is None."""
+        if self._is_stopped.wait(self._first_s) and self._first_s:
+            return
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            DownloadColumn,
+            Progress,
+            TextColumn,
+            TransferSpeedColumn,
+        )
+
+        class SteadyConsole(Console):
+            def show_cursor(self, show: bool = True) -> bool:
+                """Does nothing: a killed process would leave the cursor hidden."""
+                return False
+
+        name = self._url.rstrip("/").rpartition("/")[2]
+        # It does not redirect stdout: other threads write there at the same time.
+        bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            DownloadColumn(binary_units=True),
+            TransferSpeedColumn(),
+            console=SteadyConsole(file=terminal, force_jupyter=terminal is None),
+            transient=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        tasks = {
+            amount.phase: bar.add_task(f"{amount.phase} {name}".rstrip(), total=None)
+            for amount in self._look()
+        }
+        with bar:
+            while True:
+                is_last = self._is_stopped.is_set()
+                for phase, done, total in self._look():
+                    bar.update(tasks[phase], completed=done, total=total or None)
+                bar.refresh()
+                if is_last:
+                    return
+                self._is_stopped.wait(_DRAW_S)
+
+    def _log(self) -> None:
+        while not self._is_stopped.wait(_LOG_S):
+            amounts = ", ".join(_text(amount) for amount in self._look())
+            logger.info("%s: %s", self._url, amounts)
+
+
+def _is_terminal() -> bool:
+    """Whether stderr can move its cursor."""
+    try:
+        return sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+    except (AttributeError, ValueError):  # None in a program without streams; closed
+        return False
+
+
+def _text(amount: Amount) -> str:
+    mib = 1 << 20
+    total = f"{amount.total_bytes / mib:.1f} MiB" if amount.total_bytes else "an unknown total"
+    return f"{amount.phase} {amount.done_bytes / mib:.1f} of {total}"

@@ -1,0 +1,298 @@
+"""``progress=True``: bars on a terminal and in a notebook, log lines elsewhere."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import anyio
+import pytest
+import torch
+
+import actorsnap
+from actorsnap import Options, SnapshotAborted, StateDict, UsageError, sync
+from actorsnap.manager import every
+from actorsnap.manager.sync import CheckpointManager
+from actorsnap.runtime import bars
+from actorsnap.storage.base import Storage
+from actorsnap.testing import FaultyStorage, ThrottledStorage
+from tests.api.faults import faulty, faulty_url
+from tests.conftest import LeakCheck
+from tests.support import forker
+
+NBYTES = 4 << 20
+OPTIONS = Options(fsync=False, offload="thread", chunk_bytes=2 << 20, num_uploaders=1)
+
+
+def state() -> dict[str, StateDict]:
+    return {"model": StateDict(w=torch.zeros(NBYTES, dtype=torch.uint8))}
+
+
+class Terminal:
+    """A terminal in place of stderr."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._monkeypatch = monkeypatch
+        self._ours, theirs = pty.openpty()
+        self.file = open(theirs, "w", encoding="utf-8")
+        self._received = bytearray()
+        self._reader = threading.Thread(target=self._read)
+
+    def attach(self, *, reads: bool = True) -> None:
+        """In the test: pytest sets stderr between its phases."""
+        self._monkeypatch.setattr(sys, "stderr", self.file)
+        if reads:
+            self.read_on()
+
+    def fill(self) -> None:
+        """Sends as much as it takes while nobody reads."""
+        os.set_blocking(self.file.fileno(), False)
+        with suppress(BlockingIOError):
+            while True:
+                os.write(self.file.fileno(), b"." * 64)
+        os.set_blocking(self.file.fileno(), True)
+
+    def read_on(self) -> None:
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                data = os.read(self._ours, 65536)
+            except OSError:  # Linux: the other end is closed
+                return
+            if not data:
+                return
+            self._received += data
+
+    def text(self) -> str:
+        """All that it was sent. Closes it."""
+        self.file.close()
+        if not self._reader.ident:
+            self._reader.start()
+        self._reader.join(30)
+        os.close(self._ours)
+        return self._received.decode()
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Iterator[Terminal]:
+    terminal = Terminal(monkeypatch)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.setattr(bars, "_FIRST_S", 0.0)
+    yield terminal
+    if not terminal.file.closed:
+        terminal.text()
+
+
+def phases(text: str) -> list[str]:
+    """The phases of which bars were drawn, in their order, and whether each was seen complete."""
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", text)
+    lines = [line for line in re.split(r"[\r\n]+", text) if "━" in line]
+    seen = dict.fromkeys(line.split()[0] for line in lines)
+    whole = {line.split()[0] for line in lines if "4.2/4.2 MiB" in line or "4.0/4.0 MiB" in line}
+    assert whole == {*seen}, lines
+    return [*seen]
+
+
+def drawing() -> list[threading.Thread]:
+    return [each for each in threading.enumerate() if each.name == "actorsnap-progress"]
+
+
+def throttled(inner: Storage) -> Storage:
+    return ThrottledStorage(inner, bytes_per_s=20 << 20)
+
+
+def test_a_terminal_gets_a_bar_per_phase(
+    terminal: Terminal, tmp_path: Path, no_leaks: LeakCheck
+) -> None:
+    sync.Snapshot.take(tmp_path / "warm", state(), options=OPTIONS)
+    no_leaks.restart()
+    terminal.attach()
+    with faulty(throttled):
+        snapshot = sync.Snapshot.take(
+            faulty_url(tmp_path / "a"), state(), options=OPTIONS, progress=True
+        )
+        snapshot.restore(state(), progress=True)
+        snapshot.copy_to(tmp_path / "b", progress=True)
+    text = terminal.text()
+    assert phases(text) == ["staging", "storing", "reading", "copying"]
+    assert "storing a " in text
+    assert "\x1b[?25l" not in text, "the cursor was hidden"
+    # The bars are gone in the end.
+    assert text.endswith("\x1b[2K")
+
+
+def test_bars_while_a_pending_save_is_awaited(terminal: Terminal, tmp_path: Path) -> None:
+    """Not in the meantime: the trainer writes to the terminal."""
+    terminal.attach()
+
+    with faulty(throttled):
+        pending = sync.Snapshot.async_take(
+            faulty_url(tmp_path), state(), options=OPTIONS, progress=True
+        )
+        for thread in drawing():
+            thread.join(30)
+        assert drawing() == []
+        pending.wait()
+    assert "storing" in phases(terminal.text())
+
+
+def test_async_calls(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.attach()
+
+    async def run() -> None:
+        snapshot = await actorsnap.Snapshot.take(
+            tmp_path / "a", state(), options=OPTIONS, progress=True
+        )
+        await snapshot.restore(state(), progress=True)
+        await snapshot.copy_to(tmp_path / "b", progress=True)
+        with pytest.raises(actorsnap.ObjectExists):
+            await actorsnap.Snapshot.take(tmp_path / "a", state(), progress=True)
+        pending = await actorsnap.Snapshot.async_take(tmp_path / "c", state(), progress=True)
+        with anyio.move_on_after(0):
+            await pending.wait()
+        await pending
+
+    anyio.run(run)
+    assert {"storing", "reading", "copying"} <= {*phases(terminal.text().replace(" c ", " a "))}
+
+
+def test_a_manager(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.attach()
+    settings: Any = {"save": every.steps(1), "options": OPTIONS, "progress": True}
+    with faulty(throttled):
+        with CheckpointManager(faulty_url(tmp_path), state(), **settings) as manager:
+            manager.maybe_save(0)
+            manager.maybe_save(1)
+            manager.restore_latest()
+    text = terminal.text()
+    assert phases(text)[-1] == "reading"
+    assert "storing step-0000000000.g1" in text
+    assert "storing step-0000000001.g1" in text
+
+
+def test_a_failed_call_leaves_no_bar(terminal: Terminal, tmp_path: Path) -> None:
+    terminal.attach()
+    with faulty(lambda inner: FaultyStorage(inner, fail_at=1, fail_verbs=["write_at"])):
+        with pytest.raises(SnapshotAborted):
+            sync.Snapshot.take(faulty_url(tmp_path), state(), options=OPTIONS, progress=True)
+    assert terminal.text().endswith("\x1b[2K")
+
+
+def test_a_paused_terminal_delays_nothing(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that draws blocks at its first frame."""
+    terminal.attach(reads=False)
+    terminal.fill()
+    monkeypatch.setattr(bars, "_PATIENCE_S", 0.1)
+    with faulty(throttled):
+        sync.Snapshot.take(faulty_url(tmp_path), state(), options=OPTIONS, progress=True)
+    (thread,) = drawing()
+    terminal.read_on()
+    thread.join(30)
+    assert not thread.is_alive()
+
+
+def test_short_calls_get_no_bars(
+    terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bars, "_FIRST_S", 60.0)
+    terminal.attach()
+    sync.Snapshot.take(tmp_path, state(), options=OPTIONS, progress=True)
+    assert terminal.text() == ""
+
+
+@pytest.mark.parametrize("term", ["dumb", None])
+def test_elsewhere_a_line_is_logged(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
+    term: str | None,
+) -> None:
+    if term is not None:
+        request.getfixturevalue("terminal").attach()
+        monkeypatch.setenv("TERM", term)
+    monkeypatch.setattr(bars, "_LOG_S", 0.05)
+    caplog.set_level(logging.INFO, logger="actorsnap.runtime.bars")
+    with faulty(throttled):
+        snapshot = sync.Snapshot.take(faulty_url(tmp_path), state(), options=OPTIONS, progress=True)
+        snapshot.restore(state(), progress=True)
+    lines = [r.getMessage() for r in caplog.records if r.name == "actorsnap.runtime.bars"]
+    assert any(re.search(r": staging \S+ of 4.0 MiB, storing \S+ of 4.0 MiB$", x) for x in lines)
+    assert re.search(r": reading \S+ of 4.0 MiB$", lines[-1])
+    assert all(str(tmp_path) in line for line in lines)
+
+
+@pytest.mark.usefixtures("forker")
+def test_log_lines_import_no_rich(tmp_path: Path) -> None:
+    script = f"""
+import sys, torch
+from actorsnap import StateDict, sync
+from actorsnap.runtime import bars
+bars._LOG_S = 0.001
+sync.Snapshot.take({str(tmp_path / "a")!r}, {{"s": StateDict(w=torch.zeros(9))}}, progress=True)
+print("rich" in sys.modules)
+"""
+    done = subprocess.run(
+        forker.command("-c", script), capture_output=True, text=True, check=True, timeout=300
+    )
+    assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("has_widgets", [True, False])
+def test_a_notebook(
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    has_widgets: bool,
+) -> None:
+    """With stand-ins for IPython and ipywidgets: rich's display, or log lines."""
+    shown: list[Any] = []
+    (tmp_path / "ipywidgets.py").write_text(
+        "class Output:\n"
+        "    def __enter__(self): return self\n"
+        "    def __exit__(self, *_): pass\n"
+        "    def clear_output(self, wait): pass\n"
+    )
+    shell = SimpleNamespace(kernel=object())
+    display = SimpleNamespace(display=lambda *args, **_: shown.extend(args))
+    display.HTML = lambda html: html
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    if has_widgets:
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(bars, "_FIRST_S", 0.0)
+    monkeypatch.setattr(bars, "_LOG_S", 0.05)
+    caplog.set_level(logging.INFO, logger="actorsnap.runtime.bars")
+    try:
+        with faulty(throttled):
+            sync.Snapshot.take(faulty_url(tmp_path / "a"), state(), options=OPTIONS, progress=True)
+    finally:
+        sys.modules.pop("ipywidgets", None)
+    is_logged = "storing" in caplog.text
+    assert bool(shown) is has_widgets
+    assert is_logged is not has_widgets
+
+
+def test_a_bad_flag(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="progress must be"):
+        sync.Snapshot.take(tmp_path / "a", state(), progress="yes")  # type: ignore[arg-type]
+    snapshot = sync.Snapshot.take(tmp_path / "a", state())
+    with pytest.raises(UsageError, match="progress must be"):
+        snapshot.restore(state(), progress=1)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="progress must be"):
+        snapshot.copy_to(tmp_path / "b", progress=None)  # type: ignore[arg-type]
