@@ -9,6 +9,8 @@ BENCH_ARGS ?=
 # A file stays in one process: tests of a file share worlds and servers. Three on two cores: half of
 # the time they wait.
 PARALLEL ?= -n 3 --dist loadfile
+# A test that hangs fails, with all stacks; one that hangs in C takes its worker down, with all stacks.
+LIMITS := --timeout=240 -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=true
 
 .PHONY: demo test test-all servers bench docs lint format clean
 
@@ -21,7 +23,7 @@ demo: $(READY)
 # The check list: what CI and pre-commit run. pytest is last, so that its closing line is.
 # CI must have the servers that the tests talk to; elsewhere tests skip what is missing.
 test: lint $(if $(CI),servers)
-	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(LIMITS)
 
 test-all: lint $(if $(CI),servers)
 	$(BIN)/python -m pytest $(PARALLEL)

@@ -26,6 +26,7 @@ of the package, so every layer can raise from it.
 
 from __future__ import annotations
 
+import io
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -189,10 +190,25 @@ def _portable_causes(error: BaseException) -> list[Any]:
             found.append((type(cause), cause.args, vars(cause)))
             continue
         try:
-            found.append(pickle.loads(pickle.dumps(cause)))
+            found.append(_copied(cause))
         except Exception:  # a foreign class may do anything
             found.append(RuntimeError(describe(cause)))
     return found
+
+
+class _Pickler(pickle.Pickler):
+    """Drops the causes of our errors inside a foreign one: a group may hold what it caused."""
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ActorSnapError):
+            return _rebuild, ((type(obj), obj.args, vars(obj)), [])
+        return NotImplemented
+
+
+def _copied(error: BaseException) -> Any:
+    pickled = io.BytesIO()
+    _Pickler(pickled).dump(error)
+    return pickle.loads(pickled.getvalue())
 
 
 def is_same(error: BaseException | None, other: BaseException | None) -> bool:

@@ -104,6 +104,15 @@ def test_causes_in_a_circle() -> None:
         assert str(copied(made).__cause__) == "b"
 
 
+def test_a_group_that_holds_the_error_it_caused() -> None:
+    """What a worker thread's error is after its task group, and the call, raised it."""
+    made = UsageError("a")
+    made.__cause__ = ExceptionGroup("some", [made, ValueError("odd")])
+    for copied in COPIES:
+        group = copied(made).__cause__
+        assert [repr(each) for each in group.exceptions] == ["UsageError('a')", "ValueError('odd')"]
+
+
 def test_a_subclass_with_a_constructor_of_its_own() -> None:
     class Own(StorageError):
         def __init__(self, number: int) -> None:

@@ -16,6 +16,7 @@ import importlib
 import json
 import logging
 import os
+import select
 import signal
 import socket
 import subprocess
@@ -200,12 +201,20 @@ class Director:
 
     def play(self, scenario: str, **arguments: Any) -> Any:
         """What that function returns in a process of its own."""
+        if self._is_shared:
+            self._process = _shared_helper()  # a new one, if a test has killed it
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         line = [[self._module, *self._imports], scenario, arguments]
-        self._process.stdin.write(json.dumps(line) + "\n")
-        self._process.stdin.flush()
-        said = json.loads(self._process.stdout.readline())
+        try:
+            self._process.stdin.write(json.dumps(line) + "\n")
+            self._process.stdin.flush()
+            said = json.loads(self._process.stdout.readline())
+        except BaseException:  # also a test's time limit: a late answer must not meet the next call
+            self._process.kill()
+            if self._is_shared:
+                _shared_helper.cache_clear()
+            raise
         assert not said["error"], said["error"]
         return said["value"]
 
@@ -240,6 +249,7 @@ def _direct(work: Callable[..., Any], arguments: dict[str, Any], channel: Any) -
         # Not killed, but told where it waits; and it ends its ranks, also one that is stopped.
         raise TimeoutError("no answer")
 
+    os.setpgid(0, 0)
     signal.signal(signal.SIGALRM, give_up)
     return work(**arguments)
 
@@ -253,7 +263,11 @@ def main() -> None:
         names, scenario, arguments = json.loads(line)
         module, *_ = [importlib.import_module(name) for name in names]
         child = Child(functools.partial(_direct, getattr(module, scenario), arguments))
-        said = child._channel.readline()
+        # A director that does not even give up is killed, with all its ranks.
+        is_late = not select.select([child._channel], [], [], 1.5 * LIMIT_S)[0]
+        said = "" if is_late else child._channel.readline()
+        if is_late:
+            os.killpg(child.pid, signal.SIGKILL)
         os.waitpid(child.pid, 0)
         answers.write(said or json.dumps({"value": None, "error": "the director was killed"}))
         answers.write("" if said else "\n")
