@@ -108,6 +108,7 @@ class Child:
                 channel.flush()
             os._exit(status)
         far.close()
+        self._near = near
         self._channel = near.makefile("rw")
 
     def hear(self) -> Any:
@@ -264,7 +265,7 @@ def main() -> None:
         module, *_ = [importlib.import_module(name) for name in names]
         child = Child(functools.partial(_direct, getattr(module, scenario), arguments))
         # A director that does not even give up is killed, with all its ranks.
-        is_late = not select.select([child._channel], [], [], 1.5 * LIMIT_S)[0]
+        is_late = not select.select([child._near], [], [], 1.5 * LIMIT_S)[0]
         said = "" if is_late else child._channel.readline()
         if is_late:
             os.killpg(child.pid, signal.SIGKILL)
