@@ -296,6 +296,7 @@ def is_idle(me: Rank, path: str) -> dict[str, Any]:
             time.sleep(0.1)
         after = traffic()
         requests = [f"{each.verb} {each.path}" for each in tally.operations[num_operations:]]
+        dist.barrier()  # a rank ahead would already save: its heartbeats count
         trainer.train(10)
         trainer.manager.close()
         return {"before": before, "after": after, "requests": requests, "then": traffic()}
