@@ -644,7 +644,10 @@ class History:
         before = self._expected(place)
         done = self._bounded(lambda: CliRunner().invoke(app, command))
         is_nothing_there = None in before | self._expected(place)
-        assert done.exit_code in ((0, 3) if is_nothing_there else (0,)), done.output
+        codes = {0, 3} if is_nothing_there else {0}
+        if is_nothing_there and ": it is complete. `actorsnap recover" in done.output:
+            codes = {1}  # left by a copy whose commit failed, or by a killed process
+        assert done.exit_code in codes, done.output
 
 
 VERBS = {
