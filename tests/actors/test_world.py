@@ -20,6 +20,7 @@ from actorsnap.actors import saver
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import block_checksums, crc32c_of
 from actorsnap.format.compression import FRAME_BYTES, Codec, Unpacker
+from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     Commit,
@@ -27,8 +28,8 @@ from actorsnap.format.manifest import (
     SaveRecord,
     TensorEntry,
     decode_commit,
-    decode_rank_manifest,
 )
+from actorsnap.format.tables import decode_rank_manifest
 from actorsnap.planning.restore import chunk_maps
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Ask
@@ -92,8 +93,9 @@ def tensor_of(nbytes: int) -> torch.Tensor:
 async def read_back(storage: Storage) -> tuple[Commit, list[RankManifest]]:
     commit = decode_commit(await storage.get(COMMIT_KEY))
     manifests = []
-    for record in commit.manifests:
-        manifest = decode_rank_manifest(await storage.get(record.key), record, record.key)
+    for rank in range(commit.world_size):
+        key = manifest_key(commit.attempt, rank)
+        manifest = decode_rank_manifest(await storage.get(key), key)
         for held in manifest.objects:
             for key, size in held.stored:
                 assert (await storage.stat(key)).size == size
