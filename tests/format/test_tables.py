@@ -355,6 +355,9 @@ def test_a_path_costs_one_page() -> None:
         (4, table.offsets[4], table.offsets[5]),
     ]
     assert [page for page, _, _ in table.runs([0, 1, 2, 4], 1)] == [0, 1, 2, 4]
+    limit = table.offsets[3] - table.offsets[0]
+    assert [page for page, _, _ in table.runs([0, 1, 2, 3], limit)] == [0, 3]
+    assert [page for page, _, _ in table.runs([0, 1, 2, 3], limit - 1)] == [0, 2]
     assert list(table.runs([], 1)) == []
 
 
@@ -368,6 +371,15 @@ def test_what_is_not_wanted_is_not_decoded() -> None:
     assert [entry.path for entry in found] == ["model/18", "model/28"]
     with pytest.raises(FormatError, match="surprise"):
         list(table.entries(1, page, lambda path: path.endswith("7")))
+
+
+def test_an_entry_that_is_read_alone_is_checked() -> None:
+    document = document_of(GOLDEN_MANIFEST)
+    document["entries"][1]["data"][2] += 1
+    data = encoded(document)
+    table = table_of(data)
+    with pytest.raises(FormatError, match="'model/w' of 33 bytes is not float32"):
+        list(table.entries(0, data[table.offsets[0] :], lambda path: path == "model/w"))
 
 
 def test_a_prefix_without_the_whole_table() -> None:
@@ -647,6 +659,7 @@ def test_a_manifest_under_another_key_is_refused() -> None:
     [
         ({"paths": ""}, "7 pages for 0 bytes"),
         ({"paths": "AAAA"}, "7 pages for 3 bytes"),
+        ({"paths": "AAAA" * 133 + "AAA="}, "7 pages for 401 bytes"),
         ({"paths": "!"}, "base64"),
         ({"pages": []}, "0 pages for 400 bytes"),
         ({"pages": [[-1, 0]] * 7}, "-1|>= 0"),
