@@ -64,7 +64,7 @@ _MANY_DIMS = 64
 """From here on, products of sizes are bounded during computation."""
 
 
-class Page(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
+class EntryPage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
     """The lines of ``PAGE_ENTRIES`` entries. ``size`` in bytes."""
 
     size: Size
@@ -83,7 +83,7 @@ class ManifestHead(Strict, frozen=True, kw_only=True, omit_defaults=False):
     objects: tuple[ObjectRecord, ...]
     save: SaveRecord
     optimizers: dict[str, str]
-    pages: tuple[Page, ...]
+    pages: tuple[EntryPage, ...]
     paths: bytes
 
 
@@ -245,7 +245,7 @@ def encode_rank_manifest(manifest: RankManifest) -> bytes:
             objects=manifest.objects,
             save=manifest.save,  # type: ignore[arg-type]
             optimizers=manifest.optimizers,  # type: ignore[arg-type]
-            pages=tuple([Page(len(page), crc32c(page)) for page in pages]),
+            pages=tuple([EntryPage(len(page), crc32c(page)) for page in pages]),
             paths=struct.pack(f"<{len(hashes)}I", *hashes),
         )
         return b"".join([seal(encoder.encode(head)), b"\n", *pages])
