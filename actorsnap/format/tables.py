@@ -129,7 +129,7 @@ class ManifestTable:
 
     def pages_of(self, paths: Iterable[str]) -> list[int]:
         """Returns the pages that have the entries of these paths, and perhaps a few more."""
-        wanted = {crc32c(path.encode()) for path in paths}
+        wanted = frozenset(_hashes_of(paths))
         at = [number for number, path in enumerate(self._hashes) if path in wanted]
         return list(dict.fromkeys([number // PAGE_ENTRIES for number in at]))
 
@@ -222,7 +222,8 @@ class ManifestTable:
 
 
 def _hashes_of(paths: Iterable[str]) -> tuple[int, ...]:
-    return tuple([crc32c(path.encode()) for path in paths])
+    # A path that a user types may have surrogates; those of a manifest have none.
+    return tuple([crc32c(path.encode("utf-8", "surrogatepass")) for path in paths])
 
 
 def encode_rank_manifest(manifest: RankManifest) -> bytes:

@@ -349,7 +349,7 @@ def test_a_path_costs_one_page() -> None:
     table = table_of(data)
     assert table.num_pages == 7
     assert table.pages_of(["model/17"]) == [1]
-    assert table.pages_of(["model/99", "model/0", "nothing"]) == [0, 6]
+    assert table.pages_of(["model/99", "model/0", "nothing", "\ud800"]) == [0, 6]
     assert list(table.runs([0, 1, 2, 4], 1 << 20)) == [
         (0, table.offsets[0], table.offsets[3]),
         (4, table.offsets[4], table.offsets[5]),
