@@ -67,6 +67,7 @@ from actorsnap.protocol.save import (
     Token,
     decode,
     encode,
+    manifest_sizes,
 )
 from actorsnap.release import RELEASE
 from actorsnap.transport.mailbox import PIECE_BYTES, Frame, Kind, Pulse
@@ -256,7 +257,7 @@ class Rank:
         if assignment.shares_objects:
             yield Reached(encode(self._tokens()))
             yield Reached()
-        stored = ManifestStored(100_000 + self.number, 0x9E3779B9)
+        stored = ManifestStored(100_000 + self.number)
         yield Reached(encode(stored), commits=True)
 
     def _tokens(self) -> list[Token]:
@@ -272,7 +273,7 @@ class Rank:
 
 def decide(decisions: SaveDecisions, command: Decide) -> Decision:
     if command.commits:
-        decisions.records(command.payloads)
+        manifest_sizes(command.payloads)
         return Continue(is_last=True)
     return decisions.decide(command.round, command.payloads)
 

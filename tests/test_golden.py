@@ -52,16 +52,19 @@ from tests.golden import (
     make_block_sizes,
     make_compression,
     make_several_meshes,
+    make_tables,
 )
 from tests.golden.make_v1 import DTYPES, METADATA, app_state, make
 from tests.support import forker
 from tests.support.cases import slow
+from tests.support.manifests import document_of
 
 pytestmark = pytest.mark.usefixtures("forker")
 
 V1 = Path(__file__).parent / "golden" / "v1"
 BLOCK_SIZES = V1.with_name("block_sizes")
 COMPRESSION = V1.with_name("compression")
+TABLES = V1.with_name("tables")
 ANNOTATIONS = V1.with_name("annotations")
 SEVERAL_MESHES = V1.with_name("several_meshes")
 ATTEMPT = "20260101T000000-00000000-1-00000000"
@@ -171,7 +174,7 @@ def test_what_made_it_still_makes_the_same_state(tmp_path: Path) -> None:
         make(tmp_path / "again")
 
     def told(folder: Path) -> dict[str, Any]:
-        manifest = json.loads(next(folder.glob("*/manifest/0.json")).read_bytes())
+        manifest = document_of(next(folder.glob("*/manifest/0.json")).read_bytes())
         return {
             entry["path"]: {**entry, "data": entry.get("data", [None] * 4)[3]}
             for entry in manifest["entries"]
@@ -229,10 +232,10 @@ def test_what_made_it_still_makes_the_same_blocks(tmp_path: Path) -> None:
     """Also of a leaf that a chunk ends in. And the feature is named: older releases refuse it."""
     make_block_sizes.make(tmp_path / "again")
     again, golden = (
-        json.loads((folder / MANIFEST).read_bytes()) for folder in (tmp_path / "again", BLOCK_SIZES)
+        document_of((folder / MANIFEST).read_bytes())
+        for folder in (tmp_path / "again", BLOCK_SIZES)
     )
     assert "block_sizes" in again.pop("save")["features"]
-    del again["crc32c"]
     assert again.pop("optimizers") == {}
     assert again == golden
     assert json.loads((BLOCK_SIZES / ".actorsnap").read_bytes())["features"] == ["block_sizes"]
@@ -294,8 +297,8 @@ def test_what_made_it_still_makes_the_same_chunks(tmp_path: Path) -> None:
     found = []
     for folder in (COMPRESSION, tmp_path / "again"):
         (path,) = folder.glob("*/manifest/0.json")
-        document = json.loads(path.read_bytes())
-        for later in ("crc32c", "optimizers", "save"):
+        document = document_of(path.read_bytes())
+        for later in ("optimizers", "save"):
             document.pop(later, None)
         for record in document["objects"]:
             record["chunks"] = [(start, stop, len(f)) for start, stop, _, f in record["chunks"]]
@@ -336,8 +339,64 @@ def test_without_its_commit_object_the_same_one_is_written_again(tmp_path: Path)
 
 def test_what_made_it_still_makes_the_same_annotations(tmp_path: Path) -> None:
     make_annotations.make(tmp_path / "again")
-    for key in (COMMIT_KEY, MANIFEST):
-        assert (tmp_path / "again" / key).read_bytes() == (ANNOTATIONS / key).read_bytes()
+    again, golden = (
+        document_of((folder / MANIFEST).read_bytes())
+        for folder in (tmp_path / "again", ANNOTATIONS)
+    )
+    again["save"]["features"].remove("tables")
+    assert again == golden
+
+
+# The feature "tables" ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("world_size", make_tables.WORLD_SIZES)
+async def test_ranks_get_their_state_from_tables(world_size: int) -> None:
+    folder = TABLES / str(world_size)
+    for rank in range(world_size):
+        expected, target = (make_tables.app_state(rank, world_size) for _ in range(2))
+        for part in target["model"].values():
+            part.local_shards()[0].tensor.zero_()
+        for key in ("own", "same"):
+            scribble(target[key].data)
+        report = await anyio.to_thread.run_sync(restored_by, rank, folder, target)
+        assert report.is_complete
+        for key in ("own", "same"):
+            assert_same(target[key].data, expected[key].data)
+        for name, part in expected["model"].items():
+            found = target["model"][name].local_shards()[0].tensor
+            assert torch.equal(found, part.local_shards()[0].tensor), name
+    snapshot = AsyncSnapshot(folder)
+    assert (await snapshot.verify("full")).ok
+    for number in range(make_tables.NUM_TENSORS):
+        found = await snapshot.read_object(f"model/w{number}")
+        assert torch.equal(found, make_tables.whole(number))
+
+
+async def test_what_made_tables_still_makes_the_same(tmp_path: Path) -> None:
+    await make_tables.make(tmp_path)
+    paths = [path.relative_to(TABLES) for path in TABLES.glob("*/*/manifest/*.json")]
+    assert len(paths) == sum(make_tables.WORLD_SIZES)
+    for path in paths:
+        again, golden = (document_of((folder / path).read_bytes()) for folder in (tmp_path, TABLES))
+        assert set(again["save"].pop("features")) >= set(golden["save"].pop("features"))
+        assert again == golden, path
+
+
+@pytest.mark.parametrize("world_size", make_tables.WORLD_SIZES)
+@pytest.mark.parametrize("of", ["recover", "copy"])
+def test_another_commit_object_of_tables_is_the_same(
+    tmp_path: Path, world_size: int, of: str
+) -> None:
+    golden = TABLES / str(world_size)
+    if of == "copy":
+        Snapshot(golden).copy_to(tmp_path / "copied")
+    else:
+        shutil.copytree(golden, tmp_path / "copied")
+        (tmp_path / "copied" / COMMIT_KEY).unlink()
+        Snapshot(tmp_path / "copied").recover()
+    again = (tmp_path / "copied" / COMMIT_KEY).read_bytes()
+    assert again == (golden / COMMIT_KEY).read_bytes()
 
 
 # Tensors of one name on several meshes ----------------------------------------------------------

@@ -5,7 +5,7 @@ Looks first, writes the commit object, and looks again if there was no answer.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from enum import Enum, auto
@@ -25,9 +25,11 @@ from actorsnap.errors import (
     ObjectNotFound,
     StorageError,
 )
-from actorsnap.format.manifest import COMMIT_KEY, Commit, ManifestRecord, encode_commit
+from actorsnap.format.layout import manifest_key, manifest_prefix, parse_manifest_key
+from actorsnap.format.manifest import COMMIT_KEY, Commit, encode_commit
 from actorsnap.log import Log
 from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.save import manifest_sizes
 from actorsnap.storage.base import Storage, ends_this_task, for_each
 
 logger = Log(__name__)
@@ -39,7 +41,6 @@ _LOOK_S = 10.0
 """Limit of a look at the commit object."""
 
 _LATE_LOOK_S = 2.0
-_NUM_LOOKERS = 16
 
 
 async def is_committed(storage: Storage, errands: AbandonableTasks, attempt: str) -> bool:
@@ -81,6 +82,27 @@ async def commit_alone(storage: Storage, commit: Commit, *, overwrite: bool) -> 
         raise
 
 
+async def check_stored(storage: Storage, attempt: str, sizes: Sequence[int]) -> None:
+    """Checks, by one listing, that the rank manifests are stored with these sizes in bytes.
+
+    Raises:
+        ObjectNotFound: One is missing.
+        StorageError: One has another size.
+    """
+    listed = storage.list(manifest_prefix(attempt))
+    found = {info.key: info.size async for info in listed}
+    for rank, size in enumerate(sizes):
+        key = manifest_key(attempt, rank)
+        # A listing of a shared file system may be outdated.
+        if found.get(key) != size and (now := (await storage.stat(key)).size) != size:
+            raise StorageError(
+                op="stat",
+                key=key,
+                backend=storage.url,
+                detail=f"the rank manifest has {now} bytes, and {size} were written",
+            )
+
+
 class _Visible(Enum):
     NONE = auto()
     OURS = auto()
@@ -93,7 +115,7 @@ class CommitActor:
     """Commits one attempt; see ``actors.rounds.Committer``.
 
     Args:
-        fill: Makes the commit object from the payloads of the commit round.
+        commit_object: What to commit.
         turn: Waits for earlier saves to the same path; returns whether the commit of one may yet
             take effect.
 
@@ -104,7 +126,7 @@ class CommitActor:
     """
 
     context: SaveContext
-    fill: Callable[[Mapping[int, bytes]], Commit]
+    commit_object: Commit
     storage: Storage
     _: KW_ONLY
     overwrite: bool
@@ -113,7 +135,7 @@ class CommitActor:
     turn: Callable[[], Awaitable[bool]] | None = None
 
     def __post_init__(self) -> None:
-        self._attempt = ""
+        self._attempt = self.commit_object.attempt
         self._is_waiting = False
         self._scope = anyio.CancelScope()
         self._stop_reason = ""
@@ -129,25 +151,24 @@ class CommitActor:
         self._scope.deadline = anyio.current_time() + grace_s
 
     async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
-        commit = self.fill(payloads)
-        self._attempt = commit.attempt
+        sizes = manifest_sizes(payloads)
         answers: list[Failure | None] = []
         with self._scope:
-            answers.append(await self.context.errands.run(self._write, commit))
+            answers.append(await self.context.errands.run(self._write, sizes))
         # A client may swallow the cancellation and return without an answer.
         is_answered = bool(answers) and (answers[0] is not None or not self._scope.cancel_called)
         failure = answers[0] if is_answered else await self._unanswered()
         if failure is None:
-            self.committed = commit
+            self.committed = self.commit_object
         return failure
 
-    async def _write(self, commit: Commit) -> Failure | None:
+    async def _write(self, sizes: Sequence[int]) -> Failure | None:
         try:
-            data = encode_commit(commit)
+            data = encode_commit(self.commit_object)
             self._is_waiting = True
             may_be_replaced = self.turn is not None and await self.turn()
             self._is_waiting = False
-            await self._look_before(commit)
+            await self._look_before(sizes)
             if suspicion := await self.suspicion():
                 return _failure(suspicion)
             self._is_asked = True
@@ -166,14 +187,12 @@ class CommitActor:
             return await self._failed(first_error(error))
         return None
 
-    async def _look_before(self, commit: Commit) -> None:
+    async def _look_before(self, sizes: Sequence[int]) -> None:
         """Checks that all rank manifests exist; finds the commit object to be replaced."""
-        looks: list[Callable[[], Awaitable[None]]] = [
-            partial(self._look_for, rank, record) for rank, record in enumerate(commit.manifests)
-        ]
+        looks: list[Callable[[], Awaitable[None]]] = [partial(self._look_for_manifests, sizes)]
         if self.overwrite:
-            looks.insert(0, self._look_for_older)
-        await for_each(looks, lambda look: look(), at_once=min(_NUM_LOOKERS, len(looks)))
+            looks.append(self._look_for_older)
+        await for_each(looks, lambda look: look(), at_once=len(looks))
         await anyio.lowlevel.checkpoint_if_cancelled()
 
     async def _look_for_older(self) -> None:
@@ -182,15 +201,16 @@ class CommitActor:
             self.replaced = older.attempt if older is not None else None
             self.was_vacant = older is None
 
-    async def _look_for(self, rank: int, record: ManifestRecord) -> None:
+    async def _look_for_manifests(self, sizes: Sequence[int]) -> None:
         try:
-            await self.storage.stat(record.key)
+            await check_stored(self.storage, self._attempt, sizes)
         except ObjectNotFound as error:
-            if rank == 0:
+            rank = parse_manifest_key(self._attempt, error.key)
+            if not rank:
                 raise
             raise StorageError(
                 op="stat",
-                key=record.key,
+                key=error.key,
                 backend=self.storage.url,
                 detail=f"rank {rank} has written this rank manifest, and rank 0 does not see "
                 "it: save to a path on storage that all ranks share",

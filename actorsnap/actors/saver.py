@@ -23,10 +23,9 @@ from actorsnap.actors.rounds import ParticipantActor
 from actorsnap.actors.trace import Phase, Work
 from actorsnap.actors.uploader import UploaderActor
 from actorsnap.errors import ActorSnapError, StateChanged, UsageError, describe
-from actorsnap.format.checksum import crc32c
 from actorsnap.format.compression import check_available
 from actorsnap.format.layout import manifest_key
-from actorsnap.format.manifest import encode_rank_manifest
+from actorsnap.format.tables import encode_rank_manifest
 from actorsnap.log import Log
 from actorsnap.planning.inventory import Inventory, build_inventory, digest_of
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
@@ -314,7 +313,7 @@ class Saver:
             data = await self._errands.run_blocking(encode_manifest)
             await objects.put(key, data)
             row.note(Work.MANIFEST, key, 0, len(data))
-        return ManifestStored(len(data), crc32c(data))
+        return ManifestStored(len(data))
 
     def _take_inventory(
         self,

@@ -15,6 +15,7 @@ from actorsnap.errors import (
     SnapshotReplaced,
     StorageError,
 )
+from actorsnap.format.checksum import crc32c
 from actorsnap.format.foreign import attempts_in, recognize, recognize_file
 from actorsnap.format.layout import manifest_key, manifest_prefix
 from actorsnap.format.manifest import (
@@ -24,10 +25,8 @@ from actorsnap.format.manifest import (
     ManifestRecord,
     RankManifest,
     decode_commit,
-    decode_lone_rank_manifest,
-    decode_rank_manifest,
-    world_size_of,
 )
+from actorsnap.format.tables import decode_lone_rank_manifest, decode_rank_manifest, world_size_of
 from actorsnap.log import Log
 from actorsnap.storage.base import RunBlocking, Storage, for_each
 
@@ -183,25 +182,35 @@ class SnapshotReader:
             if commit is None or commit.attempt != self.attempt:
                 raise SnapshotReplaced(url=self.storage.url, is_deleted=commit is None)
 
-    async def manifest(self, record: ManifestRecord) -> RankManifest:
+    async def manifest(self, commit: Commit, rank: int) -> RankManifest:
         """Reads a rank manifest.
 
         Raises:
             FormatError: It is missing or damaged.
         """
+        manifest, _ = await self.recorded_manifest(commit, rank)
+        return manifest
 
-        return await self._read_manifest(record.key, decode_rank_manifest, record)
+    async def recorded_manifest(
+        self, commit: Commit, rank: int
+    ) -> tuple[RankManifest, ManifestRecord]:
+        """Reads a rank manifest and its size and checksum; raises as ``manifest``."""
+        key, record = manifest_key(commit.attempt, rank), commit.record(rank)
+
+        def decode(data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
+            found = record or ManifestRecord(key=key, size=len(data), crc32c=crc32c(data))
+            return decode_rank_manifest(data, key, record), found
+
+        return await self._read_manifest(key, decode)
 
     async def lone_manifest(self, key: str) -> tuple[RankManifest, ManifestRecord]:
         """Reads a rank manifest without a commit object; raises as ``manifest``."""
         return await self._read_manifest(key, decode_lone_rank_manifest)
 
-    async def _read_manifest(
-        self, key: str, decode: Callable[..., T], *record: ManifestRecord
-    ) -> T:
+    async def _read_manifest(self, key: str, decode: Callable[[bytes, str], T]) -> T:
         async def read() -> T:
             data = await self.storage.get(key)
-            return await self.run_blocking(decode, data, *record, key)
+            return await self.run_blocking(decode, data, key)
 
         with missing_is_damage(key, "rank manifest"):
             return await read_intact(self.storage, read)

@@ -6,7 +6,7 @@ cut between spans with known checksums. Must not know storages.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from itertools import chain
 
 import msgspec
@@ -16,7 +16,7 @@ from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import (
     BytesEntry,
-    Commit,
+    ManifestRecord,
     ObjectRecord,
     RankManifest,
     Stored,
@@ -74,8 +74,8 @@ class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(each.size for each in self.objects)
 
 
-def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan:
-    """Returns the objects to copy.
+def plan_copy(read: Iterable[tuple[RankManifest, ManifestRecord]]) -> CopyPlan:
+    """Returns the objects to copy, from the rank manifests.
 
     Raises:
         FormatError: Ranks contradict each other about an object, or some of its bytes belong to no
@@ -84,7 +84,10 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
     records: dict[str, ObjectRecord] = {}
     chunks: dict[str, set[StoredChunk]] = {}
     data: dict[str, set[Stored]] = {}
-    for manifest in manifests.values():
+    whole: list[ObjectCopy] = []
+    for manifest, stored in read:
+        head = ByteRange(0, stored.size, stored.crc32c)
+        whole.append(ObjectCopy(key=stored.key, size=stored.size, head=head))
         for record in manifest.objects:
             if not records.setdefault(record.key, record).is_like(record):
                 raise FormatError(key=record.key, detail="ranks disagree about its size or header")
@@ -101,10 +104,6 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
             copies += _chunk_objects(record, chunks[key])
         else:
             copies.append(_data_object(record, data[key]))
-    whole = [
-        ObjectCopy(key=m.key, size=m.size, head=ByteRange(0, m.size, m.crc32c))
-        for m in commit.manifests
-    ]
     return CopyPlan(data=tuple(copies), manifests=tuple(whole))
 
 

@@ -16,8 +16,7 @@ from typing import TypeVar
 
 import msgspec
 
-from actorsnap.format.layout import manifest_key
-from actorsnap.format.manifest import ManifestRecord, SaveRecord
+from actorsnap.format.manifest import SaveRecord
 from actorsnap.planning.inventory import Inventory, Sharded, check_sharded, on_several_meshes
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import SavePlan, plan_save
@@ -103,8 +102,9 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ManifestStored(msgspec.Struct, frozen=True, array_like=True):
+    """``size`` in bytes."""
+
     size: int
-    crc32c: int
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -116,6 +116,11 @@ def encode(payload: object) -> bytes:
 
 def decode(payload: bytes, kind: type[T]) -> T:
     return msgspec.msgpack.decode(payload, type=kind)
+
+
+def manifest_sizes(payloads: Mapping[int, bytes]) -> list[int]:
+    """Returns the size of each rank's manifest in bytes, from the commit round."""
+    return [decode(payloads[rank], ManifestStored).size for rank in sorted(payloads)]
 
 
 def aborted(reason: str, stage: Stage, rank: int | None) -> Failure:
@@ -195,14 +200,6 @@ class SaveDecisions:
         if round == 1:
             return self._on_opened(payloads)
         return Continue(commits_next=True)
-
-    def records(self, payloads: Mapping[int, bytes]) -> tuple[ManifestRecord, ...]:
-        records = []
-        for rank in sorted(payloads):
-            stored = decode(payloads[rank], ManifestStored)
-            key = manifest_key(self._common.attempt, rank)
-            records.append(ManifestRecord(key=key, size=stored.size, crc32c=stored.crc32c))
-        return tuple(records)
 
     def _on_joined(self, payloads: Mapping[int, bytes]) -> Decision:
         for rank in sorted(payloads):

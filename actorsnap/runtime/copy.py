@@ -34,7 +34,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format.checksum import combine, crc32c
 from actorsnap.format.layout import decode_copy_claim
-from actorsnap.format.manifest import COMMIT_KEY, Commit
+from actorsnap.format.manifest import COMMIT_KEY, Commit, ManifestRecord, RankManifest
 from actorsnap.log import Log
 from actorsnap.options import chunk_within
 from actorsnap.planning.copy import (
@@ -51,7 +51,7 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag
 from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts, find_claims
 from actorsnap.runtime.reading import begins_anew
-from actorsnap.runtime.source import OpenSource, Source, opened_storage
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened_storage
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 logger = Log(__name__)
@@ -193,8 +193,8 @@ class _Copy:
             ActorSnapError: nothing was committed; a later copy may resume.
         """
         with self._reading():
-            commit, manifests = await self.opened.source.index(self.opened.reader)
-            plan = await self._host.run_blocking(plan_copy, commit, manifests)
+            commit, manifests = await self._read_manifests()
+            plan = await self._host.run_blocking(plan_copy, manifests)
         self._attempt = commit.attempt
         self._claim = CopyClaim(self._host, self.target, self.copier, commit.attempt, self._errands)
         there = CopyReport(attempt=commit.attempt, was_there=True)
@@ -229,6 +229,17 @@ class _Copy:
             num_skipped=len(self._skipped),
             skipped_bytes=sum(each.size for each in self._skipped),
         )
+
+    async def _read_manifests(self) -> tuple[Commit, list[tuple[RankManifest, ManifestRecord]]]:
+        reader = self.opened.reader
+        commit = await reader.commit()
+        found: dict[int, tuple[RankManifest, ManifestRecord]] = {}
+
+        async def read(rank: int) -> None:
+            found[rank] = await reader.recorded_manifest(commit, rank)
+
+        await for_each(range(commit.world_size), read, at_once=MAX_SMALL_READS)
+        return commit, [found[rank] for rank in sorted(found)]
 
     async def _perform(
         self, commit: Commit, plan: CopyPlan, earlier: Claims, overwrite: bool

@@ -6,7 +6,6 @@ import datetime
 import logging
 import time
 import traceback
-from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
 
 import anyio
@@ -390,17 +389,11 @@ class LocalEngine:
             release=RELEASE,
             memory=None if save.membership is None else save.membership.memory,
         )
-        created = _utc(time.time())
-
-        def fill(payloads: Mapping[int, bytes]) -> Commit:
-            manifests = decisions.records(payloads)
-            return record.commit(attempt=save.attempt, created=created, manifests=manifests)
-
         committer = None
         if storage is not None:
             committer = CommitActor(
                 context,
-                fill,
+                record.commit(attempt=save.attempt, created=_utc(time.time())),
                 storage,
                 overwrite=request.overwrite,
                 deadline=self._deadline,

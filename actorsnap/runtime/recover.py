@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from actorsnap.actors.commit import commit_alone
+from actorsnap.actors.commit import check_stored, commit_alone
 from actorsnap.actors.snapshot_reader import find_commit, read_commits
 from actorsnap.errors import (
     ActorSnapError,
@@ -152,6 +152,7 @@ class _Recovery:
         self._opened = opened
         self._storage = opened.storage
         self._call = call
+        self._sizes: list[int] = []  # of rank manifests; set by ``find``
 
     async def find(
         self, progress: Callable[[int, int], None] | None
@@ -171,6 +172,7 @@ class _Recovery:
             if problems:
                 return problems
             commit = _commit_of(chosen.attempt, manifests, records)
+            self._sizes = [record.size for record in records]
             # Raises if this release could not read it.
             decode_commit(encode_commit(commit))
         except ChecksumMismatch as error:
@@ -194,11 +196,7 @@ class _Recovery:
             ObjectExists: Another snapshot was committed meanwhile.
             ObjectNotFound: The attempt was deleted meanwhile.
         """
-
-        async def look(record: ManifestRecord) -> None:
-            await target.stat(record.key)
-
-        await for_each(commit.manifests, look, at_once=MAX_SMALL_READS)
+        await check_stored(target, commit.attempt, self._sizes)
         commits = await read_commits(target)
         is_damaged = isinstance(commits.newer, FormatError)
         if is_damaged:
@@ -385,4 +383,6 @@ def _commit_of(
     save = manifests[0].save
     if isinstance(save, msgspec.UnsetType):
         save = SaveRecord(world_size=len(manifests), features=features_in(manifests))
+    if "tables" in save.features:
+        records = ()
     return save.commit(attempt=str(attempt), created=attempt.created, manifests=records)

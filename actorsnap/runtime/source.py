@@ -16,7 +16,7 @@ from actorsnap.actors.fetcher import FetcherPool
 from actorsnap.actors.snapshot_reader import SnapshotReader
 from actorsnap.errors import ActorSnapError, ChecksumMismatch, FormatError, StorageError
 from actorsnap.format.foreign import HEAD_BYTES
-from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
+from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
 from actorsnap.runtime.host import Host, Script
@@ -185,11 +185,10 @@ class Source:
         if cache.index is None or cache.index[0] != commit:
             manifests: dict[int, RankManifest] = {}
 
-            async def read(named: tuple[int, ManifestRecord]) -> None:
-                rank, record = named
-                manifests[rank] = await reader.manifest(record)
+            async def read(rank: int) -> None:
+                manifests[rank] = await reader.manifest(commit, rank)
 
-            await for_each(enumerate(commit.manifests), read, at_once=MAX_SMALL_READS)
+            await for_each(range(commit.world_size), read, at_once=MAX_SMALL_READS)
             cache.index = commit, dict(sorted(manifests.items()))
             cache.views = {}
         return cache.index

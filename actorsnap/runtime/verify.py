@@ -23,7 +23,6 @@ from actorsnap.errors import (
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.manifest import (
     BytesEntry,
-    ManifestRecord,
     ObjectRecord,
     RankManifest,
     Stored,
@@ -88,19 +87,19 @@ def verify(
         reader = opened.reader
         commit = await reader.commit()
         problems: list[ActorSnapError] = []
-        manifests: dict[str, RankManifest] = {}
+        manifests: dict[int, RankManifest] = {}
 
-        async def read(record: ManifestRecord) -> None:
+        async def read(rank: int) -> None:
             try:
-                manifests[record.key] = await reader.manifest(record)
+                manifests[rank] = await reader.manifest(commit, rank)
             except FormatError as error:
                 problems.append(error)
 
-        await for_each(commit.manifests, read, at_once=MAX_SMALL_READS)
+        await for_each(range(commit.world_size), read, at_once=MAX_SMALL_READS)
         check = DataCheck(opened, level=level, progress=progress)
         problems += await check.run(
-            [manifests[r.key] for r in commit.manifests if r.key in manifests],
-            is_complete=len(manifests) == len(commit.manifests),
+            [manifests[rank] for rank in sorted(manifests)],
+            is_complete=len(manifests) == commit.world_size,
         )
         if problems:
             await reader.check_replaced()

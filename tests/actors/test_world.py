@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import anyio
@@ -20,6 +21,7 @@ from actorsnap.actors import saver
 from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.format.checksum import block_checksums, crc32c_of
 from actorsnap.format.compression import FRAME_BYTES, Codec, Unpacker
+from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     Commit,
@@ -27,14 +29,22 @@ from actorsnap.format.manifest import (
     SaveRecord,
     TensorEntry,
     decode_commit,
-    decode_rank_manifest,
+    features_of,
 )
+from actorsnap.format.tables import decode_rank_manifest
 from actorsnap.planning.restore import chunk_maps
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Ask
 from actorsnap.protocol.save import Question, decode
 from actorsnap.state.stateful import StateDict
-from actorsnap.storage.base import Capabilities, ObjectWriter, Storage, StorageContext, num_bytes
+from actorsnap.storage.base import (
+    Capabilities,
+    ObjectInfo,
+    ObjectWriter,
+    Storage,
+    StorageContext,
+    num_bytes,
+)
 from actorsnap.storage.memory import MemoryStorage, open_memory
 from actorsnap.storage.wrapper import Wrapper, WriterWrapper
 from actorsnap.testing import FaultyStorage
@@ -92,8 +102,9 @@ def tensor_of(nbytes: int) -> torch.Tensor:
 async def read_back(storage: Storage) -> tuple[Commit, list[RankManifest]]:
     commit = decode_commit(await storage.get(COMMIT_KEY))
     manifests = []
-    for record in commit.manifests:
-        manifest = decode_rank_manifest(await storage.get(record.key), record, record.key)
+    for rank in range(commit.world_size):
+        key = manifest_key(commit.attempt, rank)
+        manifest = decode_rank_manifest(await storage.get(key), key)
         for held in manifest.objects:
             for key, size in held.stored:
                 assert (await storage.stat(key)).size == size
@@ -166,7 +177,7 @@ async def test_many_ranks_compress_one_object(copies: bool) -> None:
     world = world_of(4, storage, copies=copies, codec=ZSTD)
     assert await world.run() == dict.fromkeys(range(4))
     commit, manifests = await read_back(storage)
-    assert commit.features == ("annotations", "block_sizes", "compression")
+    assert commit.features == features_of(is_compressed=True)
     (key,) = {
         m.objects[e.data.object].key
         for m in manifests
@@ -239,6 +250,60 @@ async def test_one_ranks_storage_error_is_everybodys_outcome() -> None:
     assert isinstance(world.causes[0], StorageError)
     assert not await is_committed(storage)
     assert [info.key async for info in storage.list("")] == []
+
+
+async def test_one_listing_finds_the_manifests_of_all_ranks() -> None:
+    storage = empty_storage()
+    counting = FaultyStorage(storage)
+    world = world_of(5, [counting, *[storage] * 4], replicated=[], overwrite=False)
+    assert await world.run() == dict.fromkeys(range(5))
+    assert (counting.counts[Verb.LIST], counting.counts[Verb.STAT]) == (1, 0)
+
+
+class _Listing(Wrapper):
+    """Lists manifests as an outdated folder has them."""
+
+    def __init__(self, inner: Storage, change: Callable[[ObjectInfo], ObjectInfo | None]) -> None:
+        super().__init__(inner)
+        self._change = change
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        async for info in self.inner.list(prefix):
+            if (changed := self._change(info)) is not None:
+                yield changed
+
+
+@pytest.mark.parametrize("is_absent", [True, False])
+async def test_an_outdated_listing_is_no_failure(is_absent: bool) -> None:
+    storage = empty_storage()
+    outdated = _Listing(storage, lambda i: None if is_absent else replace(i, size=i.size - 1))
+    counting = FaultyStorage(outdated)
+    world = world_of(3, [counting, storage, storage], replicated=[])
+    assert await world.run() == dict.fromkeys(range(3))
+    assert counting.counts[Verb.STAT] == 3
+
+
+@pytest.mark.parametrize("what", ["missing", "cut off"])
+async def test_a_manifest_that_rank_0_sees_otherwise(what: str) -> None:
+    storage = empty_storage()
+
+    async def damage(verb: Verb, key: str) -> None:
+        path = manifest_key(ATTEMPT, 2)
+        if verb is Verb.LIST:
+            data = await storage.get(path)
+            await storage.delete([path])
+            if what == "cut off":
+                await storage.put(path, [memoryview(data)[:-1]])
+
+    faulty = FaultyStorage(storage, before=damage)
+    outcomes = await world_of(3, [faulty, storage, storage], replicated=[]).run()
+    failure = outcomes[0]
+    assert isinstance(failure, Failure)
+    assert outcomes == dict.fromkeys(range(3), failure)
+    assert (failure.stage, failure.key) == (Stage.COMMIT, manifest_key(ATTEMPT, 2))
+    says = "storage that all ranks share" if what == "missing" else "were written"
+    assert says in failure.reason
+    assert not await is_committed(storage)
 
 
 async def test_a_stalled_rank_ends_at_the_deadline() -> None:

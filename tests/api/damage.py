@@ -9,6 +9,7 @@ from typing import Any
 
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.manifest import COMMIT_KEY
+from tests.support.manifests import document_of, encoded
 
 __all__ = ["files", "flip_bit", "resign", "rewrite_commit"]
 
@@ -45,13 +46,6 @@ def rewrite_commit(root: Path, change: Callable[[dict[str, Any]], None]) -> None
 def resign(root: Path, change: Callable[[dict[str, Any]], None], rank: int = 0) -> None:
     """Changes a rank manifest and makes all checksums fit, so that only the change is wrong."""
     (path,) = root.glob(f"*/manifest/{rank}.json")
-    document = json.loads(path.read_bytes())
-    document.pop("crc32c", None)
+    document = document_of(path.read_bytes())
     change(document)
-    data = json.dumps(document, separators=(",", ":")).encode()
-    path.write_bytes(data)
-
-    def sign(commit: dict[str, Any]) -> None:
-        commit["manifests"][rank].update(size=len(data), crc32c=crc32c(data))
-
-    rewrite_commit(root, sign)
+    path.write_bytes(encoded(document))

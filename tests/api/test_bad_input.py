@@ -443,24 +443,16 @@ BAD_KEYS = ["../../outside", "/etc/passwd", "{attempt}/../../outside", "{attempt
 
 
 @pytest.mark.parametrize("key", BAD_KEYS)
-@pytest.mark.parametrize("of", ["data", "manifest"])
-def test_a_manifest_that_names_what_is_outside(saved: Path, key: str, of: str) -> None:
-    (saved.parent / "outside").write_bytes(files(saved)[of].read_bytes())
+def test_a_manifest_that_names_what_is_outside(saved: Path, key: str) -> None:
+    (saved.parent / "outside").write_bytes(files(saved)["data"].read_bytes())
     bad = key.format(attempt=files(saved)["manifest"].parts[-3])
 
-    def change_data(manifest: dict[str, Any]) -> None:
+    def change(manifest: dict[str, Any]) -> None:
         manifest["objects"][0]["key"] = bad
 
-    def change_manifest(commit: dict[str, Any]) -> None:
-        commit["manifests"][0]["key"] = bad
-
-    if of == "data":
-        resign(saved, change_data)
-    else:
-        rewrite_commit(saved, change_manifest)
+    resign(saved, change)
     for reader in READERS.values():
-        complaint = "is no key in" if of == "data" else "is not the manifest of rank 0"
-        with pytest.raises(FormatError, match=f"{re.escape(bad)}.* {complaint}") as caught:
+        with pytest.raises(FormatError, match=f"{re.escape(bad)}.* is no key in") as caught:
             reader(saved)
         assert type(caught.value) is FormatError
 

@@ -16,7 +16,7 @@ import torch
 
 from actorsnap import NotASnapshot, ObjectExists, Options, Snapshot, StateDict, sync
 from actorsnap.format.layout import Attempt
-from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, decode_commit, seal
+from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, decode_commit
 from actorsnap.runtime import maintenance
 from actorsnap.runtime.location import make_location
 from actorsnap.runtime.process import host_id
@@ -27,6 +27,7 @@ from tests.api.faults import faulty, faulty_url
 from tests.api.places import assert_whole, leftovers, make_both, make_older, number_at, state
 from tests.api.test_replaced import meddling
 from tests.support.cases import slow
+from tests.support.manifests import document_of, encoded
 
 FAST = Options(fsync=False)
 _DEAD_PID = (1 << 22) + 1
@@ -382,11 +383,10 @@ async def test_every_rank_of_the_recorded_world_size_counts(
     """Two manifests are there."""
     attempt = copy_without_commit(saved, tmp_path / "to")
     path = tmp_path / "to" / attempt / "manifest" / "0.json"
-    manifest = msgspec.json.decode(path.read_bytes())
-    manifest["save"] = {"world_size": world_size}
-    del manifest["crc32c"]
-    path.write_bytes(seal(msgspec.json.encode(manifest)))
-    path.with_name("1.json").write_bytes(seal(msgspec.json.encode(manifest | {"rank": 1})))
+    manifest = document_of(path.read_bytes())
+    manifest["save"]["world_size"] = world_size
+    path.write_bytes(encoded(manifest))
+    path.with_name("1.json").write_bytes(encoded(manifest | {"rank": 1}))
     await take(tmp_path / "to", 2)
     assert path.exists() == (world_size == 2)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,14 +12,14 @@ from safetensors.torch import load_file
 from torch import nn
 
 from actorsnap import FormatError, ModelState, Options, StateDict
-from actorsnap.format.checksum import crc32c
-from actorsnap.format.manifest import ManifestRecord, decode_rank_manifest
+from actorsnap.format.tables import decode_rank_manifest
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.sync import Snapshot
 from actorsnap.testing import run_blocking_in_thread
 from tests.api.facades import Facade, each_facade
 from tests.state.saved import ATTEMPT
+from tests.support.manifests import document_of, encoded
 from tests.support.world import SimulatedSave
 
 pytestmark = pytest.mark.blocking
@@ -118,7 +117,7 @@ def test_what_ranks_divide_is_strided_as_saved(tmp_path: Path) -> None:
     state = {"s": StateDict(x=nn.Parameter(large))}
     state["s"]["x"].partition_dim = 1
     simulate(tmp_path, [state, state])
-    manifests = [json.loads(path.read_text()) for path in tmp_path.glob("*/manifest/*.json")]
+    manifests = [document_of(path.read_bytes()) for path in tmp_path.glob("*/manifest/*.json")]
     boxes = [entry for manifest in manifests for entry in manifest["entries"]]
     assert len(boxes) > 1, "it was divided"
     found = Snapshot(tmp_path).read_object("s/x")
@@ -146,10 +145,11 @@ def simulate(folder: Path, states: list[dict[str, Any]]) -> None:
 def test_a_memory_format_of_other_dims_is_refused(tmp_path: Path) -> None:
     snapshot = Snapshot.take(tmp_path / "s", {"s": StateDict(x=strided("channels_last"))})
     (path,) = (tmp_path / "s").glob("*/manifest/0.json")
-    data = path.read_bytes().replace(b'"channels_last"', b'"channels_last_3d"')
-    record = ManifestRecord(key="k", size=len(data), crc32c=crc32c(data))
+    document = document_of(path.read_bytes())
+    (entry,) = [entry for entry in document["entries"] if "memory_format" in entry]
+    entry["memory_format"] = "channels_last_3d"
     with pytest.raises(FormatError, match="is not channels_last_3d"):
-        decode_rank_manifest(data, record, "/".join(path.parts[-3:]))
+        decode_rank_manifest(encoded(document), "/".join(path.parts[-3:]))
     assert snapshot.verify().ok
 
 

@@ -105,7 +105,7 @@ def as_of_another_host(root: Path) -> None:
 
     def rename(document: dict[str, Any]) -> None:
         document["attempt"] = other
-        for record in document.get("objects") or document["manifests"]:
+        for record in document.get("objects", ()):
             record["key"] = record["key"].replace(attempt, other)
 
     for path in root.glob("*"):

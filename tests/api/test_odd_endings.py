@@ -272,7 +272,7 @@ async def test_all_odd_endings(call: str, kind: str) -> None:
     ("call", "verb"),
     [
         ("take", "write_at"),
-        ("take", "stat"),
+        ("take", "list"),
         ("resume", "reuse"),
         ("restore_unverified", "read_into"),
         ("read_object", "read_into"),
@@ -465,7 +465,7 @@ async def test_a_group_with_a_cancellation(call: str, verb: str, tmp_path: Path)
 
 async def test_every_verb_is_called_by_some_call() -> None:
     called: set[str] = set()
-    for call in ("take", "resume", "async_take", "restore", "delete"):
+    for call in ("take", "resume", "async_take", "restore", "verify", "delete"):
         for verb in VERBS:
             if verb not in called and await _play(call, verb, "RuntimeError"):
                 called.add(verb)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from actorsnap import IncompatibleState, ModelState, Options, StateDict
 from actorsnap.state import capture
 from actorsnap.sync import Snapshot
 from tests.api.same import assert_same
+from tests.support.manifests import document_of
 
 pytestmark = pytest.mark.blocking
 
@@ -48,7 +48,7 @@ def test_the_class_is_recorded(tmp_path: Path, offload: str) -> None:
     options = Options(offload=offload, fsync=False)
     Snapshot.async_take(tmp_path / "s", state, options=options).wait()
     (manifest,) = (tmp_path / "s").glob("*/manifest/0.json")
-    recorded = json.loads(manifest.read_text())["optimizers"]
+    recorded = document_of(manifest.read_bytes())["optimizers"]
     assert recorded == {"optimizer": ADAMW, "a%2Fb/optim": f"{ADAMW}, {SGD}"}
     assert Snapshot(tmp_path / "s").restore(state).is_complete
 

@@ -12,7 +12,13 @@ from hypothesis import strategies as st
 from actorsnap.errors import FormatError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import Commit, ObjectRecord, RankManifest, Stored, TensorEntry
+from actorsnap.format.manifest import (
+    ManifestRecord,
+    ObjectRecord,
+    RankManifest,
+    Stored,
+    TensorEntry,
+)
 from actorsnap.planning.copy import (
     ByteRange,
     CopyPlan,
@@ -76,8 +82,7 @@ def entry(start: int, stop: int, path: str = "x/a") -> TensorEntry:
 
 
 def plan(*manifests: RankManifest) -> CopyPlan:
-    commit = Commit(version=1, world_size=0, attempt="A", created="", manifests=())
-    return plan_copy(commit, dict(enumerate(manifests)))
+    return plan_copy([(each, ManifestRecord(key="A/m", size=1, crc32c=0)) for each in manifests])
 
 
 def test_what_ranks_share_is_copied_once() -> None:

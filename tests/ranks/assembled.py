@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from tests.support.manifests import document_of
+
 __all__ = ["Assembled", "assemble"]
 
 
@@ -79,8 +81,9 @@ def assemble(root: Path) -> Assembled:
     """Reads the snapshot in the folder ``root``."""
     commit = json.loads((root / "actorsnap.json").read_text())
     result = Assembled()
-    for rank, record in enumerate(commit["manifests"]):
-        manifest = json.loads((root / record["key"]).read_text())
+    for rank in range(commit["world_size"]):
+        path = root / commit["attempt"] / "manifest" / f"{rank}.json"
+        manifest = document_of(path.read_bytes())
         assert manifest["rank"] == rank
         result.add(root, rank, manifest)
     result.check()

@@ -13,18 +13,16 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import (
     COMMIT_KEY,
-    FORMAT_VERSION,
-    Commit,
     Entry,
-    ManifestRecord,
     ObjectRecord,
     RankManifest,
+    SaveRecord,
     Stored,
     TensorEntry,
     TensorType,
     encode_commit,
-    encode_rank_manifest,
 )
+from actorsnap.format.tables import encode_rank_manifest
 from actorsnap.planning.index import Index, index_of
 from actorsnap.state.restore.allocation import Wanted
 from actorsnap.state.tensors import DTYPE_NAMES, bytes_of
@@ -49,6 +47,7 @@ class Saved:
 
     def __init__(self, ranks: Sequence[Sequence[Part | Entry]]) -> None:
         self.data: dict[str, bytearray] = {}
+        self._save = SaveRecord(world_size=len(ranks), features=("tables",))
         self.manifests = {rank: self._store(rank, parts) for rank, parts in enumerate(ranks)}
 
     def _store(self, rank: int, parts: Sequence[Part | Entry]) -> RankManifest:
@@ -81,7 +80,14 @@ class Saved:
             header_bytes=_HEADER,
             header_crc32c=crc32c(bytes(data[:_HEADER])),
         )
-        return RankManifest(attempt=ATTEMPT, rank=rank, objects=(record,), entries=tuple(entries))
+        return RankManifest(
+            attempt=ATTEMPT,
+            rank=rank,
+            objects=(record,),
+            entries=tuple(entries),
+            save=self._save,
+            optimizers={},
+        )
 
     def index(self, rank: int) -> Index:
         return index_of(self.manifests, rank=rank)
@@ -104,21 +110,11 @@ class Saved:
 
     def write(self, folder: Path) -> Path:
         """Makes a committed snapshot of it."""
-        records = []
         for rank, manifest in self.manifests.items():
-            encoded = encode_rank_manifest(manifest)
-            key = manifest_key(ATTEMPT, rank)
-            self._put(folder / key, encoded)
-            records.append(ManifestRecord(key=key, size=len(encoded), crc32c=crc32c(encoded)))
+            self._put(folder / manifest_key(ATTEMPT, rank), encode_rank_manifest(manifest))
         for key, data in self.data.items():
             self._put(folder / key, data)
-        commit = Commit(
-            version=FORMAT_VERSION,
-            world_size=len(records),
-            attempt=ATTEMPT,
-            created="2026-01-01T00:00:00.000000Z",
-            manifests=tuple(records),
-        )
+        commit = self._save.commit(attempt=ATTEMPT, created="2026-01-01T00:00:00.000000Z")
         self._put(folder / COMMIT_KEY, encode_commit(commit))
         return folder
 

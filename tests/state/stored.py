@@ -11,13 +11,12 @@ from typing import Any
 from actorsnap.format.checksum import choose_block_bytes, crc32c
 from actorsnap.format.manifest import (
     Entry,
-    ManifestRecord,
     ObjectRecord,
     RankManifest,
+    SaveRecord,
     Stored,
-    decode_rank_manifest,
-    encode_rank_manifest,
 )
+from actorsnap.format.tables import decode_rank_manifest, encode_rank_manifest
 from actorsnap.planning.index import AnyEntry
 from actorsnap.state.capture import capture
 from actorsnap.state.restore.allocation import Wanted
@@ -51,11 +50,12 @@ class Memory:
                 ),
             ),
             entries=tuple(entries),
+            save=SaveRecord(world_size=1, features=("tables",)),
+            optimizers={},
         )
         encoded = encode_rank_manifest(manifest)
         key = f"{_ATTEMPT}/manifest/0.json"
-        record = ManifestRecord(key=key, size=len(encoded), crc32c=crc32c(encoded))
-        self.entries: Sequence[Entry] = decode_rank_manifest(encoded, record, key).entries
+        self.entries: Sequence[Entry] = decode_rank_manifest(encoded, key).entries
 
     def _store(self, leaf: Leaf, step: int) -> Entry:
         source, item = leaf.source, leaf.item

@@ -25,7 +25,7 @@ from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import ProgressBoard
 from actorsnap.errors import StorageError
 from actorsnap.format.compression import Codec
-from actorsnap.format.manifest import Commit, SaveRecord, features_of
+from actorsnap.format.manifest import SaveRecord, features_of
 from actorsnap.planning.packing import PackingRules, RankPlan
 from actorsnap.protocol.failure import Failure
 from actorsnap.protocol.rounds import Coordinator
@@ -209,16 +209,9 @@ class SimulatedSave:
         decisions = SaveDecisions(common, release=RELEASE, memory=memory)
         end = self._network.coordinator()
 
-        def fill(payloads: Mapping[int, bytes]) -> Commit:
-            return save.commit(
-                attempt=self.attempt,
-                created="2026-01-01T00:00:00.000000Z",
-                manifests=decisions.records(payloads),
-            )
-
         committer = CommitActor(
             context,
-            fill,
+            save.commit(attempt=self.attempt, created="2026-01-01T00:00:00.000000Z"),
             storage,
             overwrite=self.overwrite,
             suspicion=end.suspicion,
