@@ -42,7 +42,7 @@ from actorsnap.format.layout import (
 
 FORMAT_NAME = "actorsnap"
 FORMAT_VERSION = 1
-FEATURES = ("annotations", "block_sizes", "compression")
+FEATURES = ("annotations", "block_sizes", "compression", "owners")
 """Features that this release reads. A snapshot with another one is refused."""
 
 COMMIT_KEY = "actorsnap.json"
@@ -457,8 +457,9 @@ def _shown(value: object) -> str:
     return repr(value)[:80] if isinstance(value, str | int) else type(value).__name__
 
 
-def features_of(*, is_compressed: bool) -> tuple[str, ...]:
-    return ("annotations", "block_sizes", *(("compression",) if is_compressed else ()))
+def features_of(*, is_compressed: bool, has_owners: bool) -> tuple[str, ...]:
+    optional = {"compression": is_compressed, "owners": has_owners}
+    return ("annotations", "block_sizes", *[name for name, has in optional.items() if has])
 
 
 def features_in(manifests: Iterable[RankManifest]) -> tuple[str, ...]:

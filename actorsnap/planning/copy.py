@@ -12,7 +12,7 @@ from itertools import chain
 import msgspec
 
 from actorsnap.errors import FormatError
-from actorsnap.format.checksum import MAX_BLOCK_BYTES
+from actorsnap.format.checksum import MAX_BLOCK_BYTES, crc32c
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -23,6 +23,7 @@ from actorsnap.format.manifest import (
     StoredChunk,
     TensorEntry,
 )
+from actorsnap.format.owners import owners_key
 from actorsnap.planning.packing import least_write_bytes
 from actorsnap.planning.restore import check_chunks
 
@@ -39,7 +40,7 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An object to copy.
 
     Attributes:
-        head: The header of a data object; all of a chunk or a rank manifest.
+        head: The header of a data object; all of another object.
         data: The leaves' bytes after the head, rising and without gaps.
     """
 
@@ -53,14 +54,17 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         yield self.head
         for stored in self.data:
             start, block_bytes = stored.start, stored.block_bytes
-            for crc32c in stored.crc32c:
+            for value in stored.crc32c:
                 stop = min(start + block_bytes, stored.stop)
-                yield ByteRange(start, stop, crc32c)
+                yield ByteRange(start, stop, value)
                 start = stop
 
 
 class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects of a snapshot, except the commit object; manifests are written last."""
+    """The objects of a snapshot, except the commit object; manifests are written last.
+
+    ``data`` has the owner index, too.
+    """
 
     data: tuple[ObjectCopy, ...]
     manifests: tuple[ObjectCopy, ...]
@@ -74,8 +78,13 @@ class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(each.size for each in self.objects)
 
 
-def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan:
+def plan_copy(
+    commit: Commit, manifests: Mapping[int, RankManifest], owners: bytes | None = None
+) -> CopyPlan:
     """Returns the objects to copy.
+
+    Args:
+        owners: The owner index, if there is one.
 
     Raises:
         FormatError: Ranks contradict each other about an object, or some of its bytes belong to no
@@ -101,6 +110,10 @@ def plan_copy(commit: Commit, manifests: Mapping[int, RankManifest]) -> CopyPlan
             copies += _chunk_objects(record, chunks[key])
         else:
             copies.append(_data_object(record, data[key]))
+    if owners is not None:
+        size = len(owners)
+        head = ByteRange(0, size, crc32c(owners))
+        copies.append(ObjectCopy(key=owners_key(commit.attempt), size=size, head=head))
     whole = [
         ObjectCopy(key=m.key, size=m.size, head=ByteRange(0, m.size, m.crc32c))
         for m in commit.manifests

@@ -194,7 +194,9 @@ class _Copy:
         """
         with self._reading():
             commit, manifests = await self.opened.source.index(self.opened.reader)
-            plan = await self._host.run_blocking(plan_copy, commit, manifests)
+            found = await self.opened.reader.owners(commit)
+            owners = None if found is None else found[1]
+            plan = await self._host.run_blocking(plan_copy, commit, manifests, owners)
         self._attempt = commit.attempt
         self._claim = CopyClaim(self._host, self.target, self.copier, commit.attempt, self._errands)
         there = CopyReport(attempt=commit.attempt, was_there=True)

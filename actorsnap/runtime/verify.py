@@ -23,6 +23,7 @@ from actorsnap.errors import (
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.manifest import (
     BytesEntry,
+    Commit,
     ManifestRecord,
     ObjectRecord,
     RankManifest,
@@ -30,7 +31,9 @@ from actorsnap.format.manifest import (
     StoredChunk,
     TensorEntry,
 )
+from actorsnap.format.owners import owners_key
 from actorsnap.planning.index import holes
+from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.planning.restore import check_chunks
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.reading import begins_anew
@@ -102,6 +105,7 @@ def verify(
             [manifests[r.key] for r in commit.manifests if r.key in manifests],
             is_complete=len(manifests) == len(commit.manifests),
         )
+        problems += await _check_owners(opened, commit, level, list(manifests.values()))
         if problems:
             await reader.check_replaced()
         return VerifyReport(
@@ -112,6 +116,26 @@ def verify(
         )
 
     return (yield from source.perform("verify", perform))
+
+
+async def _check_owners(
+    opened: OpenSource, commit: Commit, level: str, manifests: Sequence[RankManifest]
+) -> list[FormatError]:
+    """Returns why the owner index is of no use; a full check compares it with all manifests."""
+    try:
+        found = await opened.reader.owners(commit)
+    except FormatError as error:
+        return [error]
+    if found is None or level == "quick":
+        return []
+    index = OwnerIndex(found[0], commit.world_size)
+
+    def compare() -> list[FormatError]:
+        key = owners_key(commit.attempt)
+        found = [index.difference(manifest) for manifest in manifests]
+        return [FormatError(key=key, detail=each) for each in found if each is not None]
+
+    return await opened.host.run_blocking(compare)
 
 
 @dataclass(eq=False, repr=False)

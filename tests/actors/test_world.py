@@ -166,7 +166,7 @@ async def test_many_ranks_compress_one_object(copies: bool) -> None:
     world = world_of(4, storage, copies=copies, codec=ZSTD)
     assert await world.run() == dict.fromkeys(range(4))
     commit, manifests = await read_back(storage)
-    assert commit.features == ("annotations", "block_sizes", "compression")
+    assert commit.features == ("annotations", "block_sizes", "compression", "owners")
     (key,) = {
         m.objects[e.data.object].key
         for m in manifests
@@ -458,10 +458,8 @@ class Overheard(SimulatedNetwork):
             for _, message in self.messages
             if isinstance(message, Ask)
         ]
-        return [
-            "inventory" if each.inventory else "sharded" if each.sharded else "lists"
-            for each in questions
-        ]
+        kinds = ("inventory", "sharded", "lists", "outline")
+        return [next(kind for kind in kinds if getattr(each, kind)) for each in questions]
 
     def nbytes(self, rank: int) -> int:
         sent = [message for sender, message in self.messages if sender == rank]
@@ -498,7 +496,8 @@ async def test_each_mesh_stores_its_own_and_says_so_once() -> None:
 
     tied = stages([(0, 1), (2, 3)])
     first, network = await save(tied)
-    assert network.asked() == ["inventory", "inventory", "sharded", "sharded"]  # of each stage
+    # Boxes that follow from no mesh are each rank's own; the tensors are those of its stage.
+    assert network.asked() == [*["inventory"] * 4, *["sharded", "outline"] * 2]
     _, manifests = await read_back(storage)
     paths = [entry.path for manifest in manifests for entry in manifest.entries]
     counts = [paths.count(f"model/{name}") for name in ("embedding", "layer0", "layer1")]
@@ -507,6 +506,6 @@ async def test_each_mesh_stores_its_own_and_says_so_once() -> None:
     assert network.asked() == []
     assert max(network.nbytes(rank) for rank in range(1, 4)) <= 200
     apart, network = await save(stages([(0, 1)]), again)
-    assert network.asked() == ["inventory", "sharded", "sharded"]
+    assert network.asked() == [*["inventory"] * 2, "sharded", "outline"]
     _, network = await save(stages([(0, 1)]), apart)
     assert network.asked() == []
