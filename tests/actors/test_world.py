@@ -29,6 +29,8 @@ from actorsnap.format.manifest import (
     decode_commit,
     decode_rank_manifest,
 )
+from actorsnap.format.owners import decode_owners, owners_key
+from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.planning.restore import chunk_maps
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Ask
@@ -98,6 +100,11 @@ async def read_back(storage: Storage) -> tuple[Commit, list[RankManifest]]:
             for key, size in held.stored:
                 assert (await storage.stat(key)).size == size
         manifests.append(manifest)
+    if commit.world_size > 1:
+        data = await storage.get(owners_key(commit.attempt))
+        owners = decode_owners(data, attempt=commit.attempt, world_size=commit.world_size)
+        index = OwnerIndex(owners, commit.world_size)
+        assert [index.difference(manifest) for manifest in manifests] == [None] * len(manifests)
     return commit, manifests
 
 

@@ -8,10 +8,13 @@ from itertools import product
 from math import prod
 from typing import Any
 
+import msgspec
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorsnap.actors.checksum_ledger import manifest_of
+from actorsnap.errors import ChecksumMismatch, FormatError, UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     ContainerEntry,
@@ -26,11 +29,18 @@ from actorsnap.format.manifest import (
 from actorsnap.format.owners import (
     Cut,
     Grid,
+    Kept,
     Layout,
+    Listed,
     Owners,
+    Placed,
+    RankBox,
+    Region,
+    Tensor,
     decode_owners,
     deflate_owners,
     encode_owners,
+    grids_of,
 )
 from actorsnap.planning.inventory import (
     Sharded,
@@ -290,3 +300,181 @@ def test_owners_by_the_index_are_those_of_all_manifests(data: st.DataObject) -> 
         own = {rank for rank, paths in enumerate(held) if path in paths}
         assert members(index.private.get(path, ())) == own
         assert (path in index.private_everywhere) == (len(own) == size)
+
+
+@given(st.data())
+@settings(max_examples=300)
+def test_lookups_where_several_axes_cut_one_dim(data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, 60))
+    counts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    groups = [data.draw(st.integers(1, 5)) for _ in counts]
+    low = data.draw(st.integers(0, size - 1))
+    high = data.draw(st.integers(low + 1, size))
+    axes = [(count, prod(counts[at + 1 :])) for at, count in enumerate(counts)]
+    cuts = [Cut(axis, 0, number) for axis, number in enumerate(groups)]
+    layout = Layout(Grid(0, tuple(axes)), tuple(cuts))
+    index = index_of(layout, (size,))
+    wanted = Box((low,), (high - low,))
+    expected = set()
+    for rank in layout.mesh:
+        at = layout.mesh.position(rank)
+        assert at is not None
+        if any(box.intersect(wanted) for box in held_boxes(layout, (size,), at)):
+            expected.add(rank)
+    assert members(index.ranks_with("w", wanted)) == expected
+
+
+def index_of(layout: Layout, *shapes: tuple[int, ...]) -> OwnerIndex:
+    tensors = tuple([Tensor("w" * (n + 1), shape) for n, shape in enumerate(shapes)])
+    owners = Owners(layouts=(layout,), placed=(Placed((Region(0),), tensors),))
+    return stored_again(owners, layout.mesh.last + 1)
+
+
+@given(st.sets(st.integers(0, 60)))
+def test_any_ranks_are_grids(ranks: set[int]) -> None:
+    grids = grids_of(sorted(ranks))
+    assert [rank for grid in grids for rank in grid] == sorted(ranks)
+    assert all(grid.is_valid(61) for grid in grids)
+    for rank in range(61):
+        assert any(grid.position(rank) is not None for grid in grids) == (rank in ranks)
+
+
+def test_regular_ranks_are_one_grid() -> None:
+    stage = [64 * outer + 8 + inner for outer in range(100) for inner in range(8)]
+    assert grids_of(stage) == (Grid(8, ((100, 64), (8, 1))),)
+
+
+@pytest.mark.parametrize("cut_axis", [0, 1])
+def test_a_mesh_costs_no_bytes_per_rank(cut_axis: int) -> None:
+    """Also where replicas divide the tensors, and cut one."""
+    sizes = []
+    for shards in (4, 64):
+        axes = ((4, shards), (shards, 1)) if cut_axis else ((shards, 4), (4, 1))
+        layout = Layout(Grid(0, axes), (Cut(cut_axis, 0),))
+        world = World(4 * shards)
+        for number in range(9):
+            world.lay_out(f"model/{number}", (8 * shards, 50_000 + 999 * number), layout)
+        owners, manifests = world.save()
+        index = stored_again(owners, world.size)
+        assert [m.rank for m in manifests if index.difference(m)] == []
+        assert any(region.part for placed in owners.placed for region in placed.regions)
+        assert not owners.listed
+        sizes.append(deflate_owners(owners)[0])
+    assert sizes[1] - sizes[0] < 100
+
+
+def test_the_index_of_thousands_of_ranks_is_small() -> None:
+    layout = Layout(Grid(0, ((8192, 1),)), (Cut(0, 0),))
+    parts = ("attention.wq", "attention.wk", "attention.wo", "feed_forward.w1", "ffn_norm")
+    tensors = [
+        Tensor(f"model/layers.{layer}.{part}.weight", (8192, 8192))
+        for layer in range(180)
+        for part in parts
+    ]
+    own = Kept((Grid(0, ((8192, 1),)),), ("step", "rng"))
+    owners = Owners(
+        layouts=(layout,), placed=(Placed((Region(0),), tuple(tensors)),), private=(own,)
+    )
+    assert len(encode_owners(ATTEMPT, 8192, deflate_owners(owners))) < 5000
+    index = stored_again(owners, 8192)
+    assert index.private_everywhere == ("step", "rng")
+    assert index.ranks_with(tensors[7].path) == (Grid(0, ((8192, 1),)),)
+    wanted = Box((17, 0), (3, 8192))
+    assert index.ranks_with(tensors[7].path, wanted) == (Grid(17, ((3, 1),)),)
+
+
+HUGE = 1 << 60
+LINE = Layout(Grid(0, ((4, 1),)), (Cut(0, 0),))
+
+
+def placed(*regions: Region, layout: Layout = LINE, shape: tuple[int, ...] = (8, 8)) -> Owners:
+    return Owners(layouts=(layout,), placed=(Placed(regions, (Tensor("w", shape),)),))
+
+
+BAD = {
+    "a mesh of absurd size": placed(layout=Layout(Grid(0, ((HUGE, 1),)), (Cut(0, 0),))),
+    "a mesh outside of the world": placed(layout=Layout(Grid(1, ((4, 1),)))),
+    "ranks of a mesh repeat": placed(layout=Layout(Grid(0, ((2, 1), (2, 1))))),
+    "an axis without ranks": placed(layout=Layout(Grid(0, ((0, 1),)))),
+    "a negative rank": placed(layout=Layout(Grid(-1))),
+    "a cut along no axis": placed(layout=Layout(Grid(0, ((4, 1),)), (Cut(1, 0),))),
+    "two cuts along an axis": placed(layout=Layout(Grid(0, ((4, 1),)), (Cut(0, 0), Cut(0, 1)))),
+    "absurdly many groups": placed(layout=Layout(Grid(0, ((4, 1),)), (Cut(0, 0, HUGE),))),
+    "a dim that the tensor lacks": placed(Region(0), shape=()),
+    "a negative size": placed(Region(0), shape=(-8,)),
+    "a tensor of absurd size": placed(Region(0), shape=(HUGE, HUGE)),
+    "an absent layout": placed(Region(1)),
+    "a region outside of the mesh": placed(Region(0, (2,), (3,))),
+    "a region of other dims": placed(Region(0, (0, 0), (1, 1))),
+    "an empty part": placed(Region(0, part=(3, 3))),
+    "a path twice": Owners(
+        layouts=(LINE,), placed=(Placed((Region(0),), (Tensor("w", (8,)), Tensor("w", (8,)))),)
+    ),
+    "a box of an absent rank": Owners(listed=(Listed("w", (RankBox(4, (0,), (1,)),)),)),
+    "a box without a size": Owners(listed=(Listed("w", (RankBox(0, (0,), ()),)),)),
+    "a negative offset": Owners(listed=(Listed("w", (RankBox(0, (-1,), (1,)),)),)),
+    "boxes of several dims": Owners(
+        listed=(Listed("w", (RankBox(0, (0,), (1,)), RankBox(1, (0, 0), (1, 1)))),)
+    ),
+    "an entry of absurdly many ranks": Owners(private=(Kept((Grid(0, ((HUGE, 1),)),), ("w",)),)),
+    "a common path twice": Owners(common=(Kept((Grid(0),), ("w", "w")),)),
+    "an empty path": Owners(common=(Kept((Grid(0),), ("",)),)),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_a_bad_index_is_refused(what: str) -> None:
+    data = encode_owners(ATTEMPT, 4, deflate_owners(BAD[what]))
+    with pytest.raises(FormatError) as caught:
+        decode_owners(data, attempt=ATTEMPT, world_size=4)
+    assert caught.value.key == f"{ATTEMPT}/owners.json"
+
+
+def test_the_index_of_another_save_is_refused() -> None:
+    size, body = deflate_owners(placed(Region(0)))
+    good = encode_owners(ATTEMPT, 4, (size, body))
+    bad = {
+        "of attempt": encode_owners("another", 4, (size, body)),
+        "of 5 ranks": encode_owners(ATTEMPT, 5, (size, body)),
+        "stand for": encode_owners(ATTEMPT, 4, (1 << 40, body)),
+        "inflated": encode_owners(ATTEMPT, 4, (size - 1, body)),
+        "incorrect": encode_owners(ATTEMPT, 4, (size, b"x" + body)),
+        "inflated, not": encode_owners(ATTEMPT, 4, (size, body[:-9])),
+    }
+    for why, data in bad.items():
+        with pytest.raises(FormatError, match=why):
+            decode_owners(data, attempt=ATTEMPT, world_size=4)
+    for at in range(0, len(good), 7):
+        damaged = bytearray(good)
+        damaged[at] ^= 1
+        with pytest.raises(ChecksumMismatch):
+            decode_owners(bytes(damaged), attempt=ATTEMPT, world_size=4)
+
+
+def test_what_deflates_too_well_is_stored_as_it_is() -> None:
+    owners = Owners(common=(Kept((Grid(0),), ("x" * (4 << 20),)),))
+    size, body = deflate_owners(owners)
+    assert len(body) > size > 4 << 20
+    stored_again(owners, 1)
+
+
+def test_manifests_that_contradict_the_index() -> None:
+    world = World(4)
+    world.lay_out("w", (8, 8), LINE)
+    owners, manifests = world.save()
+    index = OwnerIndex(owners, 4)
+    lost = msgspec.structs.replace(manifests[2], entries=())
+    assert index.difference(lost) == (
+        "rank 2 has 'w' from (4, 0) up to (6, 8) according to the owner index"
+    )
+    more = [*manifests[1].entries, ValueEntry(path="x")]
+    assert "does not have 'x'" in str(
+        index.difference(msgspec.structs.replace(manifests[1], entries=tuple(more)))
+    )
+
+
+def test_one_tensor_on_the_same_ranks_has_one_layout() -> None:
+    other = Layout(LINE.mesh, (Cut(0, 1),))
+    parts = [Sharded("w", "float32", (8, 8), b"all", 4, each) for each in (LINE, other)]
+    with pytest.raises(UsageError, match="other placements on rank 0 than on rank 2"):
+        check_sharded([([0, 1], parts[:1]), ([2, 3], parts[1:])])
