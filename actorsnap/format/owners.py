@@ -127,7 +127,7 @@ def _join(grids: Sequence[Grid]) -> Iterator[Grid]:
         index = stop
 
 
-class Cut(_Row, frozen=True, array_like=True, gc=False):
+class MeshCut(_Row, frozen=True, array_like=True, gc=False):
     """A mesh axis that cuts a dim; see ``geometry.Placement``."""
 
     axis: _Count
@@ -139,10 +139,10 @@ class Layout(_Row, frozen=True, array_like=True, gc=False):
     """A mesh, and the axes that cut dims, in order. Along others the ranks hold the same."""
 
     mesh: Grid
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[MeshCut, ...] = ()
 
 
-class Region(_Row, frozen=True, array_like=True, gc=False):
+class Holders(_Row, frozen=True, array_like=True, gc=False):
     """Ranks of a layout that stored what they hold.
 
     Attributes:
@@ -161,10 +161,10 @@ class Tensor(_Row, frozen=True, array_like=True, gc=False):
     shape: _Sizes
 
 
-class Placed(_Row, frozen=True, array_like=True, gc=False):
+class Owned(_Row, frozen=True, array_like=True, gc=False):
     """Tensors that the same regions stored."""
 
-    regions: tuple[Region, ...]
+    regions: tuple[Holders, ...]
     tensors: tuple[Tensor, ...]
 
 
@@ -201,7 +201,7 @@ class Owners(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     layouts: tuple[Layout, ...] = ()
-    placed: tuple[Placed, ...] = ()
+    placed: tuple[Owned, ...] = ()
     listed: tuple[Listed, ...] = ()
     common: tuple[Kept, ...] = ()
     private: tuple[Kept, ...] = ()
@@ -329,7 +329,7 @@ def lookup_steps(layout: Layout) -> int:
     )
 
 
-def _check_region(region: Region, layouts: Sequence[Layout], key: str) -> int:
+def _check_region(region: Holders, layouts: Sequence[Layout], key: str) -> int:
     """Returns the least number of dims of its tensors."""
     if region.layout >= len(layouts):
         _fail(key, f"layout {region.layout} of {len(layouts)}")

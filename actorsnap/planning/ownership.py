@@ -20,13 +20,13 @@ from actorsnap.format.geometry import Box, Placement, Run, c_strides, flat_range
 from actorsnap.format.manifest import ContainerEntry, Entry, RankManifest, TensorEntry
 from actorsnap.format.owners import (
     Grid,
+    Holders,
     Kept,
     Layout,
     Listed,
+    Owned,
     Owners,
-    Placed,
     RankBox,
-    Region,
     Tensor,
     grids_of,
 )
@@ -153,7 +153,7 @@ def held_boxes(layout: Layout, shape: tuple[int, ...], position: Sequence[int]) 
     return [placed.box for placed in place(shape, cuts)[0]]
 
 
-def _parts(held: Sequence[Box], region: Region) -> list[Box]:
+def _parts(held: Sequence[Box], region: Holders) -> list[Box]:
     if region.part is None:
         return list(held)
     start, stop = region.part
@@ -166,14 +166,14 @@ def _parts(held: Sequence[Box], region: Region) -> list[Box]:
     ]
 
 
-def _whole(region: Region, layout: Layout) -> Box:
+def _whole(region: Holders, layout: Layout) -> Box:
     if not region.sizes:
         return Box.whole(layout.mesh.counts)
     return Box(region.offsets, region.sizes)
 
 
 def _ranks_in(
-    layout: Layout, region: Region, shape: tuple[int, ...], wanted: Box | None
+    layout: Layout, region: Holders, shape: tuple[int, ...], wanted: Box | None
 ) -> Iterator[Grid]:
     within = _whole(region, layout)
     if 0 in shape:  # all hold the empty box
@@ -205,7 +205,7 @@ def _ranks_in(
 
 
 def _with_parts(
-    layout: Layout, region: Region, shape: tuple[int, ...], wanted: Box, within: Box
+    layout: Layout, region: Holders, shape: tuple[int, ...], wanted: Box, within: Box
 ) -> Iterator[Grid]:
     spans = [range(o, o + n) for o, n in zip(within.offsets, within.sizes, strict=True)]
     for at in product(*spans):
@@ -321,7 +321,7 @@ class _Builder:
         self._rules = rules
         self._layouts: dict[Layout, int] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._regions: dict[str, dict[Region, None]] = {}
+        self._regions: dict[str, dict[Holders, None]] = {}
         self._listed: dict[str, list[RankBox]] = {}
         self._common: dict[str, list[tuple[int, ...]]] = {}
         self._private: dict[str, list[tuple[int, ...]]] = {}
@@ -343,7 +343,7 @@ class _Builder:
             if _has_copies(layout, tensor.shape):
                 copied[tensor.path] = layout
             else:
-                self._regions.setdefault(tensor.path, {})[Region(number)] = None
+                self._regions.setdefault(tensor.path, {})[Holders(number)] = None
 
     def add_plan(self, rank: int, inventory: Inventory, plan: RankPlan) -> None:
         own = (rank,)
@@ -386,7 +386,7 @@ class _Builder:
 
     def build(self) -> Owners:
         for (digest, stored), ranks in self._alike.items():
-            regions: dict[Layout, list[Region]] = {}
+            regions: dict[Layout, list[Holders]] = {}
             for path, part in stored:
                 layout = self._copied[digest][path]
                 if layout not in regions:
@@ -394,12 +394,12 @@ class _Builder:
                 found = self._regions.setdefault(path, {})
                 for region in regions[layout]:
                     found[region if part is None else replace(region, part=part)] = None
-        placed: dict[tuple[Region, ...], list[Tensor]] = {}
+        placed: dict[tuple[Holders, ...], list[Tensor]] = {}
         for path, held in self._regions.items():
             placed.setdefault(tuple(held), []).append(Tensor(path, self._shapes[path]))
         return Owners(
             layouts=tuple(self._layouts),
-            placed=tuple([Placed(key, tuple(tensors)) for key, tensors in placed.items()]),
+            placed=tuple([Owned(key, tuple(tensors)) for key, tensors in placed.items()]),
             listed=tuple([Listed(path, tuple(boxes)) for path, boxes in self._listed.items()]),
             common=_grouped(self._common),
             private=_grouped(self._private),
@@ -441,7 +441,7 @@ def _joined(before: _Part, box: ItemBox | None, itemsize: int) -> _Part:
     return (start if before is None else before[0]), start + prod(box.shape)
 
 
-def _regions(layout: Layout, number: int, ranks: Sequence[int]) -> list[Region]:
+def _regions(layout: Layout, number: int, ranks: Sequence[int]) -> list[Holders]:
     """Returns the positions of the ranks as boxes; along axes that cut nothing they are few."""
     counts, cut = layout.mesh.counts, {each.axis for each in layout.cuts}
     order = sorted(range(len(counts)), key=lambda axis: axis in cut)
@@ -454,11 +454,11 @@ def _regions(layout: Layout, number: int, ranks: Sequence[int]) -> list[Region]:
     regions = []
     for start, stop in index_runs(numbers):
         if stop - start == len(layout.mesh):
-            return [Region(number)]
+            return [Holders(number)]
         for box in flat_range_boxes([counts[axis] for axis in order], start, stop):
             places = [order.index(axis) for axis in range(len(counts))]
             offsets = tuple([box.offsets[place] for place in places])
-            regions.append(Region(number, offsets, tuple([box.sizes[place] for place in places])))
+            regions.append(Holders(number, offsets, tuple([box.sizes[place] for place in places])))
     return regions
 
 

@@ -15,7 +15,7 @@ import torch
 
 from actorsnap.format.geometry import Box, Placed, Placement, place
 from actorsnap.format.manifest import TensorType
-from actorsnap.format.owners import Cut, Grid, Layout
+from actorsnap.format.owners import Grid, Layout, MeshCut
 from actorsnap.state.optim import ModelState, plain_name
 from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal, tensor_type
 
@@ -216,12 +216,8 @@ def _layout_of(spec: Any, shape: tuple[int, ...]) -> _Described:
     ]
     layout = None
     if (grid := _grid_of(ranks)) is not None:
-        layout = Layout(
-            grid,
-            tuple(
-                [Cut(axis, cut.dim, cut.groups) for axis, cut in zip(cutting, cuts, strict=True)]
-            ),
-        )
+        found = [MeshCut(axis, c.dim, c.groups) for axis, c in zip(cutting, cuts, strict=True)]
+        layout = Layout(grid, tuple(found))
     if 0 not in shape:
         # Along axes that cut nothing, all ranks hold the same.
         ranks = ranks[tuple([coordinate[a] if a in cutting else slice(None) for a in axes])]

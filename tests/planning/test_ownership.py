@@ -27,15 +27,15 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.format.owners import (
-    Cut,
     Grid,
+    Holders,
     Kept,
     Layout,
     Listed,
+    MeshCut,
+    Owned,
     Owners,
-    Placed,
     RankBox,
-    Region,
     Tensor,
     decode_owners,
     deflate_owners,
@@ -226,7 +226,7 @@ def layouts(draw: st.DrawFn, world: int, ndim: int) -> Layout:
     axes = draw(st.permutations(range(len(counts))))
     cutting = axes[: draw(st.integers(0, len(axes) if ndim else 0))]
     cuts = [
-        Cut(axis, draw(st.integers(0, ndim - 1)), draw(st.sampled_from([1, 1, 2, 3])))
+        MeshCut(axis, draw(st.integers(0, ndim - 1)), draw(st.sampled_from([1, 1, 2, 3])))
         for axis in cutting
     ]
     return Layout(Grid(start, tuple(zip(counts, steps, strict=True))), tuple(cuts))
@@ -311,7 +311,7 @@ def test_lookups_where_several_axes_cut_one_dim(data: st.DataObject) -> None:
     low = data.draw(st.integers(0, size - 1))
     high = data.draw(st.integers(low + 1, size))
     axes = [(count, prod(counts[at + 1 :])) for at, count in enumerate(counts)]
-    cuts = [Cut(axis, 0, number) for axis, number in enumerate(groups)]
+    cuts = [MeshCut(axis, 0, number) for axis, number in enumerate(groups)]
     layout = Layout(Grid(0, tuple(axes)), tuple(cuts))
     index = index_of(layout, (size,))
     wanted = Box((low,), (high - low,))
@@ -326,7 +326,7 @@ def test_lookups_where_several_axes_cut_one_dim(data: st.DataObject) -> None:
 
 def index_of(layout: Layout, *shapes: tuple[int, ...]) -> OwnerIndex:
     tensors = tuple([Tensor("w" * (n + 1), shape) for n, shape in enumerate(shapes)])
-    owners = Owners(layouts=(layout,), placed=(Placed((Region(0),), tensors),))
+    owners = Owners(layouts=(layout,), placed=(Owned((Holders(0),), tensors),))
     return stored_again(owners, layout.mesh.last + 1)
 
 
@@ -350,7 +350,7 @@ def test_a_mesh_costs_no_bytes_per_rank(cut_axis: int) -> None:
     sizes = []
     for shards in (4, 64):
         axes = ((4, shards), (shards, 1)) if cut_axis else ((shards, 4), (4, 1))
-        layout = Layout(Grid(0, axes), (Cut(cut_axis, 0),))
+        layout = Layout(Grid(0, axes), (MeshCut(cut_axis, 0),))
         world = World(4 * shards)
         for number in range(9):
             world.lay_out(f"model/{number}", (8 * shards, 50_000 + 999 * number), layout)
@@ -364,7 +364,7 @@ def test_a_mesh_costs_no_bytes_per_rank(cut_axis: int) -> None:
 
 
 def test_the_index_of_thousands_of_ranks_is_small() -> None:
-    layout = Layout(Grid(0, ((8192, 1),)), (Cut(0, 0),))
+    layout = Layout(Grid(0, ((8192, 1),)), (MeshCut(0, 0),))
     parts = ("attention.wq", "attention.wk", "attention.wo", "feed_forward.w1", "ffn_norm")
     tensors = [
         Tensor(f"model/layers.{layer}.{part}.weight", (8192, 8192))
@@ -373,7 +373,7 @@ def test_the_index_of_thousands_of_ranks_is_small() -> None:
     ]
     own = Kept((Grid(0, ((8192, 1),)),), ("step", "rng"))
     owners = Owners(
-        layouts=(layout,), placed=(Placed((Region(0),), tuple(tensors)),), private=(own,)
+        layouts=(layout,), placed=(Owned((Holders(0),), tuple(tensors)),), private=(own,)
     )
     assert len(encode_owners(ATTEMPT, 8192, deflate_owners(owners))) < 5000
     index = stored_again(owners, 8192)
@@ -384,31 +384,33 @@ def test_the_index_of_thousands_of_ranks_is_small() -> None:
 
 
 HUGE = 1 << 60
-LINE = Layout(Grid(0, ((4, 1),)), (Cut(0, 0),))
+LINE = Layout(Grid(0, ((4, 1),)), (MeshCut(0, 0),))
 
 
-def placed(*regions: Region, layout: Layout = LINE, shape: tuple[int, ...] = (8, 8)) -> Owners:
-    return Owners(layouts=(layout,), placed=(Placed(regions, (Tensor("w", shape),)),))
+def placed(*regions: Holders, layout: Layout = LINE, shape: tuple[int, ...] = (8, 8)) -> Owners:
+    return Owners(layouts=(layout,), placed=(Owned(regions, (Tensor("w", shape),)),))
 
 
 BAD = {
-    "a mesh of absurd size": placed(layout=Layout(Grid(0, ((HUGE, 1),)), (Cut(0, 0),))),
+    "a mesh of absurd size": placed(layout=Layout(Grid(0, ((HUGE, 1),)), (MeshCut(0, 0),))),
     "a mesh outside of the world": placed(layout=Layout(Grid(1, ((4, 1),)))),
     "ranks of a mesh repeat": placed(layout=Layout(Grid(0, ((2, 1), (2, 1))))),
     "an axis without ranks": placed(layout=Layout(Grid(0, ((0, 1),)))),
     "a negative rank": placed(layout=Layout(Grid(-1))),
-    "a cut along no axis": placed(layout=Layout(Grid(0, ((4, 1),)), (Cut(1, 0),))),
-    "two cuts along an axis": placed(layout=Layout(Grid(0, ((4, 1),)), (Cut(0, 0), Cut(0, 1)))),
-    "absurdly many groups": placed(layout=Layout(Grid(0, ((4, 1),)), (Cut(0, 0, HUGE),))),
-    "a dim that the tensor lacks": placed(Region(0), shape=()),
-    "a negative size": placed(Region(0), shape=(-8,)),
-    "a tensor of absurd size": placed(Region(0), shape=(HUGE, HUGE)),
-    "an absent layout": placed(Region(1)),
-    "a region outside of the mesh": placed(Region(0, (2,), (3,))),
-    "a region of other dims": placed(Region(0, (0, 0), (1, 1))),
-    "an empty part": placed(Region(0, part=(3, 3))),
+    "a cut along no axis": placed(layout=Layout(Grid(0, ((4, 1),)), (MeshCut(1, 0),))),
+    "two cuts along an axis": placed(
+        layout=Layout(Grid(0, ((4, 1),)), (MeshCut(0, 0), MeshCut(0, 1)))
+    ),
+    "absurdly many groups": placed(layout=Layout(Grid(0, ((4, 1),)), (MeshCut(0, 0, HUGE),))),
+    "a dim that the tensor lacks": placed(Holders(0), shape=()),
+    "a negative size": placed(Holders(0), shape=(-8,)),
+    "a tensor of absurd size": placed(Holders(0), shape=(HUGE, HUGE)),
+    "an absent layout": placed(Holders(1)),
+    "a region outside of the mesh": placed(Holders(0, (2,), (3,))),
+    "a region of other dims": placed(Holders(0, (0, 0), (1, 1))),
+    "an empty part": placed(Holders(0, part=(3, 3))),
     "a path twice": Owners(
-        layouts=(LINE,), placed=(Placed((Region(0),), (Tensor("w", (8,)), Tensor("w", (8,)))),)
+        layouts=(LINE,), placed=(Owned((Holders(0),), (Tensor("w", (8,)), Tensor("w", (8,)))),)
     ),
     "a box of an absent rank": Owners(listed=(Listed("w", (RankBox(4, (0,), (1,)),)),)),
     "a box without a size": Owners(listed=(Listed("w", (RankBox(0, (0,), ()),)),)),
@@ -431,7 +433,7 @@ def test_a_bad_index_is_refused(what: str) -> None:
 
 
 def test_the_index_of_another_save_is_refused() -> None:
-    size, body = deflate_owners(placed(Region(0)))
+    size, body = deflate_owners(placed(Holders(0)))
     good = encode_owners(ATTEMPT, 4, (size, body))
     bad = {
         "of attempt": encode_owners("another", 4, (size, body)),
@@ -474,7 +476,7 @@ def test_manifests_that_contradict_the_index() -> None:
 
 
 def test_one_tensor_on_the_same_ranks_has_one_layout() -> None:
-    other = Layout(LINE.mesh, (Cut(0, 1),))
+    other = Layout(LINE.mesh, (MeshCut(0, 1),))
     parts = [Sharded("w", "float32", (8, 8), b"all", 4, each) for each in (LINE, other)]
     with pytest.raises(UsageError, match="other placements on rank 0 than on rank 2"):
         check_sharded([([0, 1], parts[:1]), ([2, 3], parts[1:])])
