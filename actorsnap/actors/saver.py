@@ -25,9 +25,10 @@ from actorsnap.actors.uploader import UploaderActor
 from actorsnap.errors import ActorSnapError, StateChanged, UsageError, describe
 from actorsnap.format.compression import check_available
 from actorsnap.format.layout import manifest_key
+from actorsnap.format.owners import owners_key
 from actorsnap.format.tables import encode_rank_manifest
 from actorsnap.log import Log
-from actorsnap.planning.inventory import Inventory, build_inventory, digest_of
+from actorsnap.planning.inventory import Inventory, Outline, build_inventory, digest_of
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Participant
@@ -58,6 +59,8 @@ class Saver:
         captured: The rank's state; a ``Failure``: this rank only reports it.
         open_storage: Opens the location that the coordinator names; the caller owns the storage.
         remembered: The plan of the group's last save, with its digest.
+        has_owners: The snapshot has an owner index.
+        owners: Returns it; for the rank that stores it.
 
     Attributes:
         remembered: For the next save; None before this one has a plan.
@@ -72,6 +75,8 @@ class Saver:
         staging: Staging,
         open_storage: Callable[[Assignment], Awaitable[Storage]],
         remembered: tuple[bytes, RankPlan] | None = None,
+        has_owners: bool = False,
+        owners: Callable[[], bytes] | None = None,
     ) -> None:
         self.remembered: tuple[bytes, RankPlan] | None = None
         self._context = context
@@ -86,6 +91,8 @@ class Saver:
         self._staging: Staging | None = staging
         self._open_storage = open_storage
         self._before = remembered
+        self._has_owners = has_owners
+        self._owners = owners
         self._work_scope = anyio.CancelScope()
         # Why the work ends: the first reason counts.
         self._failure: Failure | None = captured if isinstance(captured, Failure) else None
@@ -178,23 +185,30 @@ class Saver:
         if assignment.shares_objects:
             await self._rounds.arrive()
             await self._complete_shared(objects)
-        stored = await self._store_manifest(objects)
+        async with anyio.create_task_group() as tasks:
+            if self._owners is not None:
+                tasks.start_soon(self._store_owners, objects, self._owners)
+            stored = await self._store_manifest(objects)
         await self._rounds.arrive(encode(stored), commits=True)
 
     async def _join(self) -> tuple[list[list[int]], Assignment]:
         """Returns this rank's leaves by scope, and its part of the plan."""
         # ``answer`` outlives this call: it must not refer to the trainer's memory.
         sharded, before = self._captured.sharded, self._before
-        scopes, inventory, lists = await self._errands.run_blocking(self._take_inventory)
+        outline = await self._errands.run_blocking(self._take_outline)
+        scopes, inventory, lists = await self._errands.run_blocking(self._take_inventory, outline)
         remembered = b"" if before is None else before[0]
 
         def answer(payload: bytes) -> bytes:
             question = decode(payload, Question)
-            if question.inventory:
-                return encode(Details(inventory))
-            if question.sharded:
-                return encode(Details(sharded=sharded))
-            return encode(Details(lists={digest: lists[digest] for digest in question.lists}))
+            return encode(
+                Details(
+                    inventory if question.inventory else None,
+                    {digest: lists[digest] for digest in question.lists},
+                    sharded if question.sharded else (),
+                    outline if question.outline else None,
+                )
+            )
 
         joined = Joined(self._context.release, digest_of(inventory), remembered)
         payload = await self._rounds.arrive(encode(joined), then=Stage.STORE, answer=answer)
@@ -315,8 +329,18 @@ class Saver:
             row.note(Work.MANIFEST, key, 0, len(data))
         return ManifestStored(len(data))
 
+    async def _store_owners(self, objects: RankObjects, owners: Callable[[], bytes]) -> None:
+        key = owners_key(objects.assignment.attempt)
+        with self._during(Stage.STORE, key), self._recorder.row("objects") as row:
+            data = await self._errands.run_blocking(owners)
+            await objects.put(key, data)
+            row.note(Work.MANIFEST, key, 0, len(data))
+
+    def _take_outline(self) -> Outline | None:
+        return self._captured.outline if self._has_owners else None
+
     def _take_inventory(
-        self,
+        self, outline: Outline | None
     ) -> tuple[list[list[int]], Inventory, Mapping[bytes, tuple[Item, ...]]]:
         captured, scopes = self._captured, self._captured.scopes
         inventory, lists = build_inventory(
@@ -324,6 +348,7 @@ class Saver:
             scopes.items(),
             globs=captured.globs,
             sharded=captured.sharded,
+            outline=outline,
         )
         return list(scopes.values()), inventory, lists
 

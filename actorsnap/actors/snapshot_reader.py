@@ -26,6 +26,7 @@ from actorsnap.format.manifest import (
     RankManifest,
     decode_commit,
 )
+from actorsnap.format.owners import Owners, decode_owners, owners_key
 from actorsnap.format.tables import decode_lone_rank_manifest, decode_rank_manifest, world_size_of
 from actorsnap.log import Log
 from actorsnap.storage.base import RunBlocking, Storage, for_each
@@ -202,6 +203,26 @@ class SnapshotReader:
             return decode_rank_manifest(data, key, record), found
 
         return await self._read_manifest(key, decode)
+
+    async def owners(self, commit: Commit) -> tuple[Owners, bytes] | None:
+        """Reads the owner index, and its bytes; None if the snapshot has none.
+
+        Raises:
+            FormatError: It is missing or damaged.
+        """
+        if "owners" not in commit.features:
+            return None
+        key = owners_key(commit.attempt)
+
+        def decode(data: bytes) -> Owners:
+            return decode_owners(data, attempt=commit.attempt, world_size=commit.world_size)
+
+        async def read() -> tuple[Owners, bytes]:
+            data = await self.storage.get(key)
+            return await self.run_blocking(decode, data), data
+
+        with missing_is_damage(key, "owner index"):
+            return await read_intact(self.storage, read)
 
     async def lone_manifest(self, key: str) -> tuple[RankManifest, ManifestRecord]:
         """Reads a rank manifest without a commit object; raises as ``manifest``."""

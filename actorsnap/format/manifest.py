@@ -37,7 +37,7 @@ from actorsnap.format.layout import (
 
 FORMAT_NAME = "actorsnap"
 FORMAT_VERSION = 1
-FEATURES = ("annotations", "block_sizes", "compression", "tables")
+FEATURES = ("annotations", "block_sizes", "compression", "owners", "tables")
 """Features that this release reads. A snapshot with another one is refused."""
 
 COMMIT_KEY = "actorsnap.json"
@@ -455,8 +455,10 @@ def _shown(value: object) -> str:
     return repr(value)[:80] if isinstance(value, str | int) else type(value).__name__
 
 
-def features_of(*, is_compressed: bool) -> tuple[str, ...]:
-    return ("annotations", "block_sizes", *(["compression"] if is_compressed else []), "tables")
+def features_of(*, is_compressed: bool, has_owners: bool) -> tuple[str, ...]:
+    optional = {"compression": is_compressed, "owners": has_owners}
+    chosen = [name for name, has in optional.items() if has]
+    return ("annotations", "block_sizes", *chosen, "tables")
 
 
 def features_in(manifests: Iterable[RankManifest]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from itertools import chain
 import msgspec
 
 from actorsnap.errors import FormatError
-from actorsnap.format.checksum import MAX_BLOCK_BYTES
+from actorsnap.format.checksum import MAX_BLOCK_BYTES, crc32c
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -39,7 +39,7 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """An object to copy.
 
     Attributes:
-        head: The header of a data object; all of a chunk or a rank manifest.
+        head: The header of a data object; all of another object.
         data: The leaves' bytes after the head, rising and without gaps.
     """
 
@@ -53,14 +53,17 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         yield self.head
         for stored in self.data:
             start, block_bytes = stored.start, stored.block_bytes
-            for crc32c in stored.crc32c:
+            for value in stored.crc32c:
                 stop = min(start + block_bytes, stored.stop)
-                yield ByteRange(start, stop, crc32c)
+                yield ByteRange(start, stop, value)
                 start = stop
 
 
 class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """The objects of a snapshot, except the commit object; manifests are written last."""
+    """The objects of a snapshot, except the commit object; manifests are written last.
+
+    ``data`` has the owner index, too.
+    """
 
     data: tuple[ObjectCopy, ...]
     manifests: tuple[ObjectCopy, ...]
@@ -74,8 +77,14 @@ class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
         return sum(each.size for each in self.objects)
 
 
-def plan_copy(read: Iterable[tuple[RankManifest, ManifestRecord]]) -> CopyPlan:
+def plan_copy(
+    read: Iterable[tuple[RankManifest, ManifestRecord]],
+    owners: tuple[str, bytes] | None = None,
+) -> CopyPlan:
     """Returns the objects to copy, from the rank manifests.
+
+    Args:
+        owners: The owner index, if there is one.
 
     Raises:
         FormatError: Ranks contradict each other about an object, or some of its bytes belong to no
@@ -104,6 +113,10 @@ def plan_copy(read: Iterable[tuple[RankManifest, ManifestRecord]]) -> CopyPlan:
             copies += _chunk_objects(record, chunks[key])
         else:
             copies.append(_data_object(record, data[key]))
+    if owners is not None:
+        key, encoded = owners
+        head = ByteRange(0, len(encoded), crc32c(encoded))
+        copies.append(ObjectCopy(key=key, size=len(encoded), head=head))
     return CopyPlan(data=tuple(copies), manifests=tuple(whole))
 
 

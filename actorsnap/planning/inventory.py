@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 
 from actorsnap.errors import UsageError
+from actorsnap.format.owners import Layout
 from actorsnap.planning.index import named_ranks
 from actorsnap.planning.packing import Item
 
@@ -44,12 +45,14 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         private_bytes: Bytes of the items in no scope.
         sharded: Digest of the rank's ``Sharded`` list; empty if the list is empty.
+        outline: Digest of its ``Outline``; empty without one.
     """
 
     private_bytes: int
     scopes: tuple[Scope, ...] = ()
     globs: tuple[str, ...] = ()
     sharded: bytes = b""
+    outline: bytes = b""
 
 
 class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -58,6 +61,7 @@ class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
     Attributes:
         shape: The whole tensor's.
         ranks, num_ranks: ``ranks_digest`` and number of the ranks that hold parts, also empty ones.
+        layout: Implies the parts of all these ranks; None if it does not, see ``Outline.boxes``.
     """
 
     path: str
@@ -65,6 +69,22 @@ class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
     shape: tuple[int, ...]
     ranks: bytes
     num_ranks: int
+    layout: Layout | None = None
+
+
+class Outline(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """What a rank will store, as far as neither layouts nor scopes imply it.
+
+    Attributes:
+        private, common: Paths of leaves that only this rank may read, and that all may.
+        follows: Paths of entries that are stored with the leaf at a second path.
+        boxes: Path, offsets and sizes.
+    """
+
+    private: tuple[str, ...] = ()
+    common: tuple[str, ...] = ()
+    follows: tuple[tuple[str, str], ...] = ()
+    boxes: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...] = ()
 
 
 _encoder = msgspec.msgpack.Encoder()
@@ -87,6 +107,7 @@ def build_inventory(
     *,
     globs: Sequence[str] = (),
     sharded: Sequence[Sharded] = (),
+    outline: Outline | None = None,
 ) -> tuple[Inventory, dict[bytes, tuple[Item, ...]]]:
     """Returns a rank's inventory, and the item lists of its scopes by digest.
 
@@ -104,8 +125,14 @@ def build_inventory(
         private_bytes -= nbytes
         listed.append(Scope(ranks, digest, nbytes))
         lists[digest] = held
-    sharded_digest = digest_of(sharded) if sharded else b""
-    return Inventory(private_bytes, tuple(listed), tuple(globs), sharded_digest), lists
+    inventory = Inventory(
+        private_bytes,
+        tuple(listed),
+        tuple(globs),
+        digest_of(sharded) if sharded else b"",
+        b"" if outline is None else digest_of(outline),
+    )
+    return inventory, lists
 
 
 def on_several_meshes(
@@ -137,6 +164,11 @@ def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> N
         for tensor in tensors:
             first, by = seen.setdefault(tensor.path, (tensor, ranks[0]))
             holders.setdefault(tensor, []).append(ranks)
+            if first.ranks == tensor.ranks and first.layout != tensor.layout:
+                disputed.add(tensor.path)
+                complaints.append(
+                    f"{tensor.path!r} has other placements on rank {by} than on rank {ranks[0]}"
+                )
             if (first.dtype, first.shape) != (tensor.dtype, tensor.shape):
                 disputed.add(tensor.path)
                 complaints.append(

@@ -10,6 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heapreplace
+from itertools import accumulate
 from typing import TypeAlias
 
 import msgspec
@@ -270,6 +271,19 @@ def pack(
     for arranged in arrange([items[index] for index in own], rules):
         add(own, arranged, rank, plan.first)
     return tuple(plans)
+
+
+def written_items(
+    items: Sequence[Item], arranged: Arranged, part: ObjectPart
+) -> Iterator[tuple[int, ItemBox | None]]:
+    """Yields the items, and boxes of items, in a part of an object."""
+    ends = tuple(accumulate([items[index].nbytes for index in arranged.items]))
+    if part.is_shared:
+        starts = (0, *ends[:-1])
+        leaves = _leaves_within(items, arranged.items, starts, ends, part.start, part.stop)
+        yield from ((index, box) for index, _, _, box in leaves)
+    else:
+        yield from ((index, None) for index in arranged.items)
 
 
 def write_order(objects: Sequence[ObjectPlan]) -> list[Chunk]:

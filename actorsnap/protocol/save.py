@@ -1,7 +1,8 @@
 """The decisions of a save, over ``protocol.rounds``.
 
 0. *Joined*: Each rank sends a digest of its inventory. The coordinator asks one rank per unknown
-digest for the content, then sends each rank its part of the plan.
+digest for the content, then sends each rank its part of the plan. From the inventories it also
+computes the owner index, which rank 0 stores.
 1. *Opened* (only ranks that share objects): Objects with several writers are open. Each rank gets
 the tokens of those that it joins.
 2. *Written* (the same ranks): All chunks of shared objects are stored; these can be completed.
@@ -17,7 +18,15 @@ from typing import TypeVar
 import msgspec
 
 from actorsnap.format.manifest import SaveRecord
-from actorsnap.planning.inventory import Inventory, Sharded, check_sharded, on_several_meshes
+from actorsnap.format.owners import deflate_owners, encode_owners
+from actorsnap.planning.inventory import (
+    Inventory,
+    Outline,
+    Sharded,
+    check_sharded,
+    on_several_meshes,
+)
+from actorsnap.planning.ownership import owners_of
 from actorsnap.planning.packing import Item, PackingRules, RankPlan
 from actorsnap.planning.save import SavePlan, plan_save
 from actorsnap.protocol.failure import Failure, Stage
@@ -40,17 +49,19 @@ class Joined(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Question(msgspec.Struct, frozen=True, array_like=True):
-    """Requests the inventory, the item lists with these digests, or the sharded tensors."""
+    """Requests the inventory, the item lists with these digests, and what else it names."""
 
     inventory: bool = False
     lists: tuple[bytes, ...] = ()
     sharded: bool = False
+    outline: bool = False
 
 
 class Details(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     inventory: Inventory | None = None
     lists: dict[bytes, tuple[Item, ...]] = {}
     sharded: tuple[Sharded, ...] = ()
+    outline: Outline | None = None
 
 
 class Assignment(msgspec.Struct, frozen=True, array_like=True):
@@ -132,18 +143,28 @@ class PlanCache:
     """A coordinator's memory of the previous save, by digest.
 
     Attributes:
+        tensors: ``Inventory.sharded``.
         agreed: ``sharded`` when ranks last agreed.
         several: See ``plan_save``.
     """
 
     inventories: dict[bytes, Inventory] = field(default_factory=dict)
     lists: dict[bytes, tuple[Item, ...]] = field(default_factory=dict)
+    tensors: dict[bytes, tuple[Sharded, ...]] = field(default_factory=dict)
+    outlines: dict[bytes, Outline] = field(default_factory=dict)
     agreed: dict[bytes, list[int]] = field(default_factory=dict)
     several: frozenset[str] = frozenset()
     _plan: tuple[object, SavePlan] | None = None
+    _owners: tuple[object, tuple[int, bytes]] | None = None
 
     def copy(self) -> PlanCache:
-        return replace(self, inventories=dict(self.inventories), lists=dict(self.lists))
+        return replace(
+            self,
+            inventories=dict(self.inventories),
+            lists=dict(self.lists),
+            tensors=dict(self.tensors),
+            outlines=dict(self.outlines),
+        )
 
     def sharded(self, structures: Sequence[bytes]) -> dict[bytes, list[int]]:
         """Groups ranks by the digest of their sharded tensors; empty: none."""
@@ -166,7 +187,23 @@ class PlanCache:
         self.inventories = {digest: self.inventories[digest] for digest in set(structures)}
         used = {scope.digest for found in self.inventories.values() for scope in found.scopes}
         self.lists = {digest: held for digest, held in self.lists.items() if digest in used}
+        used = {found.sharded for found in self.inventories.values()}
+        self.tensors = {digest: held for digest, held in self.tensors.items() if digest in used}
+        used = {found.outline for found in self.inventories.values()}
+        self.outlines = {digest: held for digest, held in self.outlines.items() if digest in used}
         return self._plan[1]
+
+    def owners(self, structures: tuple[bytes, ...], rules: PackingRules) -> tuple[int, bytes]:
+        """Returns the owner index of the last plan, deflated. Takes long if the plan is new."""
+        assert self._plan is not None
+        made_from, plan = self._plan
+        if self._owners is None or self._owners[0] is not made_from:
+            inventories = [self.inventories[digest] for digest in structures]
+            owners = owners_of(
+                inventories, self.lists, self.tensors, self.outlines, plan.ranks, rules
+            )
+            self._owners = made_from, deflate_owners(owners)
+        return self._owners[1]
 
 
 class SaveDecisions:
@@ -186,7 +223,6 @@ class SaveDecisions:
         self._release = release
         self._memory = memory or PlanCache()
         self._joined: dict[int, Joined] = {}
-        self._sharded: dict[bytes, tuple[Sharded, ...]] = {}
         self._plan: SavePlan | None = None
 
     def decide(self, round: int, payloads: Mapping[int, bytes]) -> Decision:
@@ -200,6 +236,16 @@ class SaveDecisions:
         if round == 1:
             return self._on_opened(payloads)
         return Continue(commits_next=True)
+
+    def owners(self) -> bytes:
+        """Returns the owner index. Once ranks may store; blocks, for a worker thread."""
+        common = self._common
+        deflated = self._memory.owners(self._structures, common.rules)
+        return encode_owners(common.attempt, len(self._joined), deflated)
+
+    @property
+    def _structures(self) -> tuple[bytes, ...]:
+        return tuple([self._joined[rank].inventory for rank in sorted(self._joined)])
 
     def _on_joined(self, payloads: Mapping[int, bytes]) -> Decision:
         for rank in sorted(payloads):
@@ -219,38 +265,34 @@ class SaveDecisions:
         return self._plan_if_known()
 
     def _on_answers(self, payloads: Mapping[int, bytes]) -> Decision:
-        wanted: list[tuple[int, bytes]] = []
+        memory = self._memory
         for rank, payload in payloads.items():
             answer = decode(payload, Details)
             if answer.inventory is not None:
-                self._memory.inventories[self._joined[rank].inventory] = answer.inventory
-                wanted += [(rank, scope.digest) for scope in answer.inventory.scopes]
-            self._memory.lists.update(answer.lists)
+                memory.inventories[self._joined[rank].inventory] = answer.inventory
+            memory.lists.update(answer.lists)
             if answer.sharded:
-                self._sharded[self._inventory(rank).sharded] = answer.sharded
-        questions: dict[int, tuple[bytes, ...]] = {}
-        for digest, rank in _firsts(wanted, self._memory.lists).items():
-            questions[rank] = (*questions.get(rank, ()), digest)
-        if questions:
-            return _ask({rank: Question(lists=digests) for rank, digests in questions.items()})
+                memory.tensors[self._inventory(rank).sharded] = answer.sharded
+            if answer.outline is not None:
+                memory.outlines[self._inventory(rank).outline] = answer.outline
         return self._plan_if_known()
 
     def _inventory(self, rank: int) -> Inventory:
         return self._memory.inventories[self._joined[rank].inventory]
 
     def _plan_if_known(self) -> Decision:
+        memory = self._memory
+        questions = self._unknown()
+        if questions:
+            return _ask(questions)
         self.stage = Stage.PLAN
-        structures = tuple([self._joined[rank].inventory for rank in sorted(self._joined)])
-        holders = self._memory.sharded(structures)
-        if len(holders) > 1 and holders != self._memory.agreed:
-            if not self._sharded:
-                self.stage = Stage.JOIN
-                firsts = [ranks[0] for digest, ranks in holders.items() if digest]
-                return _ask(dict.fromkeys(firsts, Question(sharded=True)))
-            lists = [(ranks, self._sharded[digest]) for digest, ranks in holders.items() if digest]
+        structures = self._structures
+        holders = memory.sharded(structures)
+        if len(holders) > 1 and holders != memory.agreed:
+            lists = [(ranks, memory.tensors[digest]) for digest, ranks in holders.items() if digest]
             check_sharded(lists)
-            self._memory.agreed, self._memory.several = holders, on_several_meshes(lists)
-        plan = self._plan = self._memory.plan(structures, self._common.rules)
+            memory.agreed, memory.several = holders, on_several_meshes(lists)
+        plan = self._plan = memory.plan(structures, self._common.rules)
         self.stage = Stage.STORE
         alone = [rank for rank, own in enumerate(plan.ranks) if not own.is_shared]
         is_shared = len(alone) < len(plan.ranks)
@@ -259,6 +301,29 @@ class SaveDecisions:
             skips=dict.fromkeys(alone, 2) if is_shared else {},
             commits_next=not is_shared,
         )
+
+    def _unknown(self) -> dict[int, Question]:
+        """Returns questions for what inventories name: each goes to one rank."""
+        memory = self._memory
+        firsts: dict[bytes, int] = {}
+        for rank, joined in self._joined.items():
+            firsts.setdefault(joined.inventory, rank)
+        held = [(rank, memory.inventories[digest]) for digest, rank in firsts.items()]
+        scopes = [(rank, scope.digest) for rank, found in held for scope in found.scopes]
+        lists: dict[int, tuple[bytes, ...]] = {}
+        for digest, rank in _firsts(scopes, memory.lists).items():
+            lists[rank] = (*lists.get(rank, ()), digest)
+        tensors = _firsts([(rank, found.sharded) for rank, found in held], memory.tensors)
+        outlines = _firsts([(rank, found.outline) for rank, found in held], memory.outlines)
+        asked = {*lists, *tensors.values(), *outlines.values()}
+        return {
+            rank: Question(
+                lists=lists.get(rank, ()),
+                sharded=rank in tensors.values(),
+                outline=rank in outlines.values(),
+            )
+            for rank in sorted(asked)
+        }
 
     def _assignments(self, plan: SavePlan) -> dict[int, bytes]:
         """Encodes equal assignments once: in a large job most are."""
@@ -297,9 +362,10 @@ class SaveDecisions:
 def _firsts(
     digests: Iterable[tuple[int, bytes]], known: Mapping[bytes, object]
 ) -> dict[bytes, int]:
+    """Returns the first rank with each unknown digest; an empty one stands for nothing."""
     found: dict[bytes, int] = {}
     for rank, digest in digests:
-        if digest not in known:
+        if digest and digest not in known:
             found.setdefault(digest, rank)
     return found
 

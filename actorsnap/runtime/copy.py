@@ -35,6 +35,7 @@ from actorsnap.errors import (
 from actorsnap.format.checksum import combine, crc32c
 from actorsnap.format.layout import decode_copy_claim
 from actorsnap.format.manifest import COMMIT_KEY, Commit, ManifestRecord, RankManifest
+from actorsnap.format.owners import owners_key
 from actorsnap.log import Log
 from actorsnap.options import chunk_within
 from actorsnap.planning.copy import (
@@ -194,7 +195,9 @@ class _Copy:
         """
         with self._reading():
             commit, manifests = await self._read_manifests()
-            plan = await self._host.run_blocking(plan_copy, manifests)
+            found = await self.opened.reader.owners(commit)
+            owners = None if found is None else (owners_key(commit.attempt), found[1])
+            plan = await self._host.run_blocking(plan_copy, manifests, owners)
         self._attempt = commit.attempt
         self._claim = CopyClaim(self._host, self.target, self.copier, commit.attempt, self._errands)
         there = CopyReport(attempt=commit.attempt, was_there=True)

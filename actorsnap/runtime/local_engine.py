@@ -6,6 +6,7 @@ import datetime
 import logging
 import time
 import traceback
+from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
 
 import anyio
@@ -294,10 +295,13 @@ class LocalEngine:
         save, membership = self.save, self.save.membership
         ends = InprocEnds() if membership is None else self.ends or membership.call
         context = self._make_context()
-        saver = self._make_saver(context, ends.participant)
-        coordinator = committer = None
+        coordinator = committer = owners = None
         if ends.coordinator is not None:
-            coordinator, committer = self._make_coordinator(context, ends.coordinator, fsync=fsync)
+            coordinator, committer, decisions = self._make_coordinator(
+                context, ends.coordinator, fsync=fsync
+            )
+            owners = decisions.owners if save.world_size > 1 else None
+        saver = self._make_saver(context, ends.participant, owners)
         self._saver = saver
         if save.cancel_reason is not None:
             saver.request_cancel(save.cancel_reason)
@@ -338,7 +342,9 @@ class LocalEngine:
             max_compressed_bytes=None if self.staging is None else _MAX_COMPRESSED_BYTES,
         )
 
-    def _make_saver(self, context: SaveContext, end: ParticipantEnd) -> Saver:
+    def _make_saver(
+        self, context: SaveContext, end: ParticipantEnd, owners: Callable[[], bytes] | None
+    ) -> Saver:
         save, captured = self.save, self.captured
         self.captured = None
         assert captured is not None
@@ -361,16 +367,20 @@ class LocalEngine:
             staging=staging,
             open_storage=self._open_assigned,
             remembered=None if save.membership is None else save.membership.team.remembered,
+            has_owners=save.world_size > 1,
+            owners=owners,
         )
 
     def _make_coordinator(
         self, context: SaveContext, end: CoordinatorEnd, *, fsync: bool
-    ) -> tuple[CoordinatorActor, CommitActor | None]:
+    ) -> tuple[CoordinatorActor, CommitActor | None, SaveDecisions]:
         save, request, options = self.save, self.save.request, self.save.options
         storage = self._storage
         record = SaveRecord(
             world_size=save.world_size,
-            features=features_of(is_compressed=options.compression is not None),
+            features=features_of(
+                is_compressed=options.compression is not None, has_owners=save.world_size > 1
+            ),
             fsync=options.fsync,
             step=request.step,
             metadata=request.metadata,
@@ -410,7 +420,7 @@ class LocalEngine:
             committer=committer,
             trouble=lambda: context.errands.trouble,
         )
-        return coordinator, committer
+        return coordinator, committer, decisions
 
     def _on_staged(self) -> None:
         self._staged_s = time.monotonic() - self._begun_s

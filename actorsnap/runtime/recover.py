@@ -171,7 +171,7 @@ class _Recovery:
             manifests, records, problems = await self._read_manifests(chosen)
             if problems:
                 return problems
-            commit = _commit_of(chosen.attempt, manifests, records)
+            commit = await self._with_owners(_commit_of(chosen.attempt, manifests, records))
             self._sizes = [record.size for record in records]
             # Raises if this release could not read it.
             decode_commit(encode_commit(commit))
@@ -188,6 +188,16 @@ class _Recovery:
             num_objects=check.num_objects,
             nbytes=check.nbytes,
         )
+
+    async def _with_owners(self, commit: Commit) -> Commit:
+        """Leaves out a damaged owner index: the snapshot is readable without it."""
+        try:
+            await self._opened.reader.owners(commit)
+        except FormatError as error:
+            logger.warning("%s; the snapshot is recovered without it", error)
+            features = tuple([each for each in commit.features if each != "owners"])
+            return msgspec.structs.replace(commit, features=features)
+        return commit
 
     async def write(self, target: Storage, commit: Commit) -> None:
         """Creates the commit object, or replaces the damaged one.

@@ -23,13 +23,16 @@ from actorsnap.errors import (
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.manifest import (
     BytesEntry,
+    Commit,
     ObjectRecord,
     RankManifest,
     Stored,
     StoredChunk,
     TensorEntry,
 )
+from actorsnap.format.owners import owners_key
 from actorsnap.planning.index import holes
+from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.planning.restore import check_chunks
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.reading import begins_anew
@@ -101,6 +104,7 @@ def verify(
             [manifests[rank] for rank in sorted(manifests)],
             is_complete=len(manifests) == commit.world_size,
         )
+        problems += await _check_owners(opened, commit, level, list(manifests.values()))
         if problems:
             await reader.check_replaced()
         return VerifyReport(
@@ -111,6 +115,26 @@ def verify(
         )
 
     return (yield from source.perform("verify", perform))
+
+
+async def _check_owners(
+    opened: OpenSource, commit: Commit, level: str, manifests: Sequence[RankManifest]
+) -> list[FormatError]:
+    """Returns why the owner index is of no use; a full check compares it with all manifests."""
+    try:
+        found = await opened.reader.owners(commit)
+    except FormatError as error:
+        return [error]
+    if found is None or level == "quick":
+        return []
+    index = OwnerIndex(found[0], commit.world_size)
+
+    def compare() -> list[FormatError]:
+        key = owners_key(commit.attempt)
+        found = [index.difference(manifest) for manifest in manifests]
+        return [FormatError(key=key, detail=each) for each in found if each is not None]
+
+    return await opened.host.run_blocking(compare)
 
 
 @dataclass(eq=False, repr=False)

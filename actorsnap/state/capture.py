@@ -24,6 +24,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
+from actorsnap.format.owners import Grid, Layout
 from actorsnap.log import Log
 from actorsnap.planning.inventory import Sharded, ranks_digest
 from actorsnap.planning.packing import Item
@@ -210,6 +211,9 @@ class _Collector:
         self.sharded: list[Sharded] = []
         self._ranks = ranks
         self._rank = rank
+        first, step = ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        is_regular = list(ranks) == [first + number * step for number in range(len(ranks))]
+        self._step = step if is_regular else None
         self._attributes = attributes
         self._describer = Describer()
         self._globs = globs if globs.patterns else None
@@ -430,7 +434,14 @@ class _Collector:
         ranks = whole.ranks
         if self._rank in ranks:
             self.sharded.append(
-                Sharded(path, whole.dtype, whole.global_shape, ranks_digest(ranks), len(ranks))
+                Sharded(
+                    path,
+                    whole.dtype,
+                    whole.global_shape,
+                    ranks_digest(ranks),
+                    len(ranks),
+                    self._layout(whole.layout),
+                )
             )
         for piece in whole.pieces:
             item = Item(
@@ -449,6 +460,14 @@ class _Collector:
             leaf = Leaf(item, source, whole.kind, whole.dtype, whole.requires_grad, holders)
             self._annotate(leaf, piece.tensor, tensor)
             self._parts.append(leaf)
+
+    def _layout(self, layout: Layout | None) -> Layout | None:
+        """Returns the layout in group ranks; None if the group's ranks are irregular."""
+        if layout is None or self._step is None:
+            return None
+        step, mesh = self._step, layout.mesh
+        axes = tuple([(count, at // step if count > 1 else 1) for count, at in mesh.axes])
+        return Layout(Grid((mesh.start - self._ranks[0]) // step, axes), layout.cuts)
 
     def _source(self, tensor: torch.Tensor) -> ByteSource:
         return as_bytes(tensor) if is_addressable(tensor) else self._copied(tensor)

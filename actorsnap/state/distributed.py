@@ -15,6 +15,7 @@ import torch
 
 from actorsnap.format.geometry import Box, Placed, Placement, place
 from actorsnap.format.manifest import TensorType
+from actorsnap.format.owners import Grid, Layout, MeshCut
 from actorsnap.state.optim import ModelState, plain_name
 from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal, tensor_type
 
@@ -44,6 +45,7 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
         ranks: All ranks that have the tensor, or an empty part.
         pieces: In order of memory, without overlaps. Empty outside of the mesh or for an empty
             shard.
+        layout: Implies the boxes of all ranks, by their global numbers; None if irregular.
     """
 
     global_shape: tuple[int, ...]
@@ -52,6 +54,7 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
     requires_grad: bool
     ranks: Ranks
     pieces: tuple[LocalPiece, ...]
+    layout: Layout | None = None
 
 
 class Describer:
@@ -61,7 +64,7 @@ class Describer:
     """
 
     def __init__(self) -> None:
-        self._layouts: dict[object, _Layout] = {}
+        self._layouts: dict[object, _Described] = {}
 
     def describe(self, tensor: torch.Tensor) -> Sharding | str | None:
         """Returns None for tensors that are not distributed.
@@ -86,9 +89,9 @@ class Describer:
                 self._layouts[key] = _layout_of(spec, shape)
         except ValueError as error:
             return f"is a DTensor with an unsupported layout: {error}; distribute it again"
-        placed, expected, holders, ranks = self._layouts[key]
+        placed, expected, holders, ranks, layout = self._layouts[key]
         if not placed:
-            return _sharding(tensor, shape, ranks, ())
+            return _sharding(tensor, shape, ranks, (), layout)
         local = _local(tensor)
         why = _local_refusal(local, tensor)
         if why is not None:
@@ -103,7 +106,7 @@ class Describer:
             pieces = [LocalPiece(placed[0].box, local.reshape(shape), holders)]
         else:
             pieces = [LocalPiece(p.box, _narrow(local, p.local), holders) for p in placed]
-        return _sharding(tensor, shape, ranks, pieces)
+        return _sharding(tensor, shape, ranks, pieces, layout)
 
 
 def is_distributed(value: object) -> TypeGuard[torch.Tensor]:
@@ -122,15 +125,18 @@ def _is_sharded_tensor(value: object) -> bool:
 
 
 def _sharding(
-    tensor: torch.Tensor, shape: tuple[int, ...], ranks: Ranks, pieces: Iterable[LocalPiece]
+    tensor: torch.Tensor,
+    shape: tuple[int, ...],
+    ranks: Ranks,
+    pieces: Iterable[LocalPiece],
+    layout: Layout | None = None,
 ) -> Sharding | str:
     if tensor.dtype in QUANTIZED:
         return f"is a sharded tensor of dtype {tensor.dtype}, which cannot be stored"
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     kind: TensorType = "parameter" if is_parameter else tensor_type(tensor)
-    return Sharding(
-        shape, DTYPE_NAMES[tensor.dtype], kind, tensor.requires_grad, ranks, tuple(pieces)
-    )
+    dtype = DTYPE_NAMES[tensor.dtype]
+    return Sharding(shape, dtype, kind, tensor.requires_grad, ranks, tuple(pieces), layout)
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -175,16 +181,16 @@ def _placement_refusal(placements: Sequence[Any]) -> str | None:
     return None
 
 
-_Layout: TypeAlias = tuple[list[Placed], tuple[int, ...], Ranks | None, Ranks]
-"""Boxes, the local shape that they imply, their holders, and all ranks of the mesh."""
+_Described: TypeAlias = tuple[list[Placed], tuple[int, ...], Ranks | None, Ranks, "Layout | None"]
+"""Boxes, the local shape that they imply, their holders, all ranks of the mesh, and the layout."""
 
 
-def _layout_of(spec: Any, shape: tuple[int, ...]) -> _Layout:
+def _layout_of(spec: Any, shape: tuple[int, ...]) -> _Described:
     mesh = spec.mesh
     all_ranks = _mesh_ranks(mesh)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return [], (), None, all_ranks
+        return [], (), None, all_ranks, None
     ranks = mesh.mesh
     placements = spec.placements
     axes = range(len(placements))
@@ -208,11 +214,31 @@ def _layout_of(spec: Any, shape: tuple[int, ...]) -> _Layout:
         )
         for axis in cutting
     ]
+    layout = None
+    if (grid := _grid_of(ranks)) is not None:
+        found = [MeshCut(axis, c.dim, c.groups) for axis, c in zip(cutting, cuts, strict=True)]
+        layout = Layout(grid, tuple(found))
     if 0 not in shape:
         # Along axes that cut nothing, all ranks hold the same.
         ranks = ranks[tuple([coordinate[a] if a in cutting else slice(None) for a in axes])]
     holders = tuple(sorted(ranks.flatten().tolist()))
-    return (*place(shape, cuts), holders if len(holders) > 1 else None, all_ranks)
+    return (*place(shape, cuts), holders if len(holders) > 1 else None, all_ranks, layout)
+
+
+def _grid_of(ranks: torch.Tensor) -> Grid | None:
+    """Returns the ranks of a mesh as a grid, if they are at regular distances."""
+    start = int(ranks.flatten()[0])
+    expected = torch.tensor(start, dtype=ranks.dtype)
+    axes: list[tuple[int, int]] = []
+    for axis, count in enumerate(ranks.shape):
+        step = int(ranks.select(axis, 1).flatten()[0]) - start if count > 1 else 1
+        axes.append((count, step))
+        along = torch.arange(count, dtype=ranks.dtype) * step
+        expected = expected.unsqueeze(-1) + along
+    grid = Grid(start, tuple(axes))
+    is_rising = all(step > 0 for _, step in axes)
+    is_regular = is_rising and grid.is_valid(grid.last + 1) and bool((expected == ranks).all())
+    return grid if is_regular else None
 
 
 def _describe_sharded_tensor(tensor: Any) -> Sharding | str:

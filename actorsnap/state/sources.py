@@ -15,9 +15,19 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Protocol, TypeAlias
 import msgspec
 import numpy as np
 
-from actorsnap.format.manifest import BytesEntry, Entry, MemoryFormat, Stored, TensorEntry
-from actorsnap.planning.inventory import Sharded
+from actorsnap.format.manifest import (
+    BytesEntry,
+    CompositeEntry,
+    ContainerEntry,
+    Entry,
+    MemoryFormat,
+    Stored,
+    TensorEntry,
+    ViewEntry,
+)
+from actorsnap.planning.inventory import Outline, Sharded
 from actorsnap.planning.packing import Item, ItemBox, Piece
+from actorsnap.state.tree import part_path
 
 if TYPE_CHECKING:
     from actorsnap.state.devices import Lane  # imports torch
@@ -263,3 +273,38 @@ class Captured:
             if leaf.scope != ():
                 scopes.setdefault(leaf.scope, []).append(index)
         return scopes
+
+    @property
+    def outline(self) -> Outline:
+        """What the rank will store, as far as layouts and scopes do not imply it."""
+        laid_out = {tensor.path for tensor in self.sharded if tensor.layout is not None}
+        private: list[str] = []
+        common: list[str] = []
+        follows: list[tuple[str, str]] = []
+        boxes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []
+        for part in self.parts:
+            if isinstance(part, Leaf):
+                item = part.item
+                if part.scope != ():
+                    continue
+                if item.offsets is not None:
+                    if item.path not in laid_out:
+                        boxes.append((item.path, item.offsets, item.shape))
+                else:
+                    (common if item.replicated else private).append(item.path)
+            elif not isinstance(part, ContainerEntry):
+                if not part.replicated:
+                    private.append(part.path)
+                elif isinstance(part, ViewEntry):
+                    follows.append((part.path, part.of))
+                elif isinstance(part, CompositeEntry):
+                    # The parts of one may be stored by several ranks.
+                    follows.append((part.path, part_path(part.path, part.parts[0])))
+                else:
+                    common.append(part.path)
+        return Outline(
+            tuple([path for path in private if "@" not in path]),
+            tuple(common),
+            tuple(follows),
+            tuple(boxes),
+        )

@@ -31,7 +31,9 @@ from actorsnap.format.manifest import (
     decode_commit,
     features_of,
 )
+from actorsnap.format.owners import decode_owners, owners_key
 from actorsnap.format.tables import decode_rank_manifest
+from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.planning.restore import chunk_maps
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Ask
@@ -109,6 +111,11 @@ async def read_back(storage: Storage) -> tuple[Commit, list[RankManifest]]:
             for key, size in held.stored:
                 assert (await storage.stat(key)).size == size
         manifests.append(manifest)
+    if commit.world_size > 1:
+        data = await storage.get(owners_key(commit.attempt))
+        owners = decode_owners(data, attempt=commit.attempt, world_size=commit.world_size)
+        index = OwnerIndex(owners, commit.world_size)
+        assert [index.difference(manifest) for manifest in manifests] == [None] * len(manifests)
     return commit, manifests
 
 
@@ -177,7 +184,7 @@ async def test_many_ranks_compress_one_object(copies: bool) -> None:
     world = world_of(4, storage, copies=copies, codec=ZSTD)
     assert await world.run() == dict.fromkeys(range(4))
     commit, manifests = await read_back(storage)
-    assert commit.features == features_of(is_compressed=True)
+    assert commit.features == features_of(is_compressed=True, has_owners=True)
     (key,) = {
         m.objects[e.data.object].key
         for m in manifests
@@ -523,10 +530,8 @@ class Overheard(SimulatedNetwork):
             for _, message in self.messages
             if isinstance(message, Ask)
         ]
-        return [
-            "inventory" if each.inventory else "sharded" if each.sharded else "lists"
-            for each in questions
-        ]
+        kinds = ("inventory", "sharded", "lists", "outline")
+        return [next(kind for kind in kinds if getattr(each, kind)) for each in questions]
 
     def nbytes(self, rank: int) -> int:
         sent = [message for sender, message in self.messages if sender == rank]
@@ -563,7 +568,8 @@ async def test_each_mesh_stores_its_own_and_says_so_once() -> None:
 
     tied = stages([(0, 1), (2, 3)])
     first, network = await save(tied)
-    assert network.asked() == ["inventory", "inventory", "sharded", "sharded"]  # of each stage
+    # Boxes that follow from no mesh are each rank's own; the tensors are those of its stage.
+    assert network.asked() == [*["inventory"] * 4, *["sharded", "outline"] * 2]
     _, manifests = await read_back(storage)
     paths = [entry.path for manifest in manifests for entry in manifest.entries]
     counts = [paths.count(f"model/{name}") for name in ("embedding", "layer0", "layer1")]
@@ -572,6 +578,6 @@ async def test_each_mesh_stores_its_own_and_says_so_once() -> None:
     assert network.asked() == []
     assert max(network.nbytes(rank) for rank in range(1, 4)) <= 200
     apart, network = await save(stages([(0, 1)]), again)
-    assert network.asked() == ["inventory", "sharded", "sharded"]
+    assert network.asked() == [*["inventory"] * 2, "sharded", "outline"]
     _, network = await save(stages([(0, 1)]), apart)
     assert network.asked() == []

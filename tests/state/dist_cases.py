@@ -36,6 +36,7 @@ from torch.nn.parallel import DistributedDataParallel
 from actorsnap import Options
 from actorsnap.format.geometry import Box, covers_exactly
 from actorsnap.format.manifest import ContainerEntry, Entry, ValueEntry
+from actorsnap.planning.ownership import held_boxes
 from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
 from actorsnap.runtime.location import Location
@@ -121,6 +122,11 @@ def check(name: str, tensor: Any, members: Iterable[int] | None = None) -> Shard
     for key, ranks in by_box.items():
         if isinstance(tensor, DTensor):
             assert said[key] == {tuple(sorted(ranks))}, (name, key, said[key], ranks)
+    if found.layout is not None and found.pieces:
+        at = found.layout.mesh.position(rank)
+        assert at is not None, name
+        assert held_boxes(found.layout, shape, at) == [p.box for p in found.pieces], name
+        assert tuple(found.layout.mesh) == tuple(tensor._spec.mesh.mesh.flatten().tolist()), name
     # What is written into the pieces is in the tensor.
     if found.dtype.startswith("float") and whole is not None:
         for piece in found.pieces:

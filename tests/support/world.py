@@ -166,6 +166,8 @@ class SimulatedSave:
             ),
             open_storage=open_storage,
             remembered=self.remembered.get(rank),
+            has_owners=len(self.states) > 1,
+            owners=self._owners if rank == 0 and len(self.states) > 1 else None,
         )
         self._network.begin(rank)
         async with anyio.create_task_group() as tasks:
@@ -180,12 +182,17 @@ class SimulatedSave:
                 self.memory = memory
         self._network.silence(rank)
 
+    def _owners(self) -> bytes:
+        return self._decisions.owners()
+
     def _coordinator(
         self, storage: Storage, context: SaveContext, memory: PlanCache
     ) -> CoordinatorActor:
         save = SaveRecord(
             world_size=len(self.states),
-            features=features_of(is_compressed=self.codec is not None),
+            features=features_of(
+                is_compressed=self.codec is not None, has_owners=len(self.states) > 1
+            ),
             step=self.step,
             metadata=dict(self.metadata),
         )
@@ -206,7 +213,7 @@ class SimulatedSave:
             ),
             resumed=self.resumed,
         )
-        decisions = SaveDecisions(common, release=RELEASE, memory=memory)
+        self._decisions = decisions = SaveDecisions(common, release=RELEASE, memory=memory)
         end = self._network.coordinator()
 
         committer = CommitActor(
