@@ -74,6 +74,8 @@ NUM_TENSORS = 900
 EVEN = (24_576, 480)
 """Of bfloat16, so 900 of them are 19.8 GiB; 8,192, 4,096, 3,072 and 1,024 ranks cut it evenly."""
 
+TINY = (256, 4)
+
 NUM_STAGES = 8
 TP = 8
 _FEATURES = features_of(is_compressed=False, has_owners=True)
@@ -117,7 +119,7 @@ class Job:
     """Ranks that hold a model in one of the ways of ``JOBS``.
 
     Attributes:
-        shapes: ``even`` (all ``EVEN``) or ``llama`` (100 layers of Llama 3 70B).
+        shapes: ``even`` (all ``EVEN``), ``tiny``, or ``llama`` (100 layers of Llama 3 70B).
     """
 
     kind: str
@@ -163,8 +165,7 @@ def _tensors(job: Job, stage: int) -> tuple[str, tuple[Placed, ...]]:
     found = []
     for index in range(NUM_TENSORS):
         name, shape = _LLAMA[index % 9]
-        if job.shapes == "even":
-            shape = EVEN
+        shape = {"even": EVEN, "tiny": TINY}.get(job.shapes, shape)
         placements = across if name in ("o_proj", "down_proj") and len(shape) > 1 else along
         found.append(Placed(f"layers.{index // 9}.{name}", shape, mesh, placements))
     return key, tuple(found)
@@ -593,6 +594,9 @@ class SimulatedStorage(Storage):
 
     async def delete(self, keys: Sequence[str]) -> None:
         raise NotImplementedError
+
+    async def aclose(self) -> None:
+        pass
 
 
 @dataclass
