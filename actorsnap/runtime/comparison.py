@@ -214,7 +214,7 @@ class _Comparer:
     def _explain_private(self, key: str, paths: Sequence[str]) -> list[str]:
         """Returns a line per set of ranks with wanted private leaves."""
         index = self.index
-        by_ranks: dict[tuple[int, ...], list[str]] = {}
+        by_ranks: dict[Sequence[int], list[str]] = {}
         for path in paths:
             by_ranks.setdefault(index.held_by_other_ranks[path], []).append(path)
         return [
