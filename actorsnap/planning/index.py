@@ -10,7 +10,8 @@ read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
 from itertools import chain
 from math import prod
 from typing import Any, TypeAlias
@@ -88,6 +89,12 @@ class Wants(msgspec.Struct, frozen=True):
     names: Callable[[str], bool]
     boxes: Mapping[str, tuple[Box, ...]]
 
+    def more(self, paths: Collection[str]) -> Wants:
+        """Returns these wants, and all of some more leaves."""
+        names = self.names
+        boxes = {path: boxes for path, boxes in self.boxes.items() if path not in paths}
+        return Wants(lambda path: path in paths or names(path), boxes)
+
     def has_part(self, path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
         """Whether the box has wanted elements, or is an empty tensor's."""
         wanted = self.boxes.get(path)
@@ -164,6 +171,16 @@ def holes(manifests: Iterable[RankManifest]) -> Iterator[FormatError]:
         if hole is not None:
             detail = f"no shard has the elements from {hole.offsets} up to {hole.stops}"
             yield FormatError(key=path, detail=detail)
+
+
+def contents_of(manifest: RankManifest, paths: Iterable[str]) -> bytes:
+    """Returns 8 bytes per private leaf, equal for equal leaves."""
+    by_path = {entry.path: entry for entry in manifest.entries}
+    contents = [
+        blake2b(msgspec.msgpack.encode(_content(path, by_path)), digest_size=8).digest()
+        for path in paths
+    ]
+    return b"".join(contents)
 
 
 def named_entries(manifest: RankManifest) -> dict[str, Entry]:
@@ -280,6 +297,11 @@ class IndexBuilder:
             return set()
         boxes = self._wants.boxes
         return {path for path in boxes if path in self._joined and self._overlaps(path)}
+
+    def bases(self) -> set[str]:
+        """Returns the tensors that views refer to, as far as they are not there."""
+        views = [entry for entry in self._entries.values() if isinstance(entry, ViewEntry)]
+        return {view.of for view in views if view.of not in self._entries}
 
     def index(self, *, alike: Iterable[str] | None = None, others: Iterable[str] = ()) -> Index:
         """Returns the view of the rank.
