@@ -315,6 +315,9 @@ class IndexBuilder:
             own = self._entries.get(path)
             if own is None or _is_shard(own):
                 self._entries[path] = joined.entry(path, is_own=self._is_own)
+        for path in self._own_paths & self._elsewhere.keys():
+            if _is_shard(self._entries[path]):
+                self._entries[path] = Elsewhere(path)
         if not self._is_own:
             for path in self._alike if alike is None else alike:
                 if path in self._template_by_path and path not in self._entries:
