@@ -146,7 +146,7 @@ class OwnerIndex:
         return self._boxes(path, None)
 
     def places(self, path: str, rank: int) -> set[Box | None]:
-        """Returns what the rank's manifest must have under a path that all may read."""
+        """Returns what the rank's manifest must have under a path."""
         found: set[Box | None] = set()
         if path in self._placed:
             shape, regions = self._placed[path]
@@ -157,12 +157,13 @@ class OwnerIndex:
                     found.update(_parts(held_boxes(layout, shape, at), region))
         if path in self._listed:
             found.update(self._listed[path].by_rank.get(rank, ()))
-        if any(grid.position(rank) is not None for grid in self._common.get(path, ())):
-            found.add(None)
+        for kept in (self._common, self._private):
+            if any(grid.position(rank) is not None for grid in kept.get(path, ())):
+                found.add(None)
         return found
 
     def contradiction(self, manifest: RankManifest, paths: Iterable[str]) -> str | None:
-        """As ``difference``, for the entries under some paths that all may read."""
+        """As ``difference``, for the entries under some paths."""
         found: dict[str, set[Box | None]] = {}
         for path, box in map(_place_of, manifest.entries):
             if path:
