@@ -22,7 +22,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, index_of
+from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry, index_of
 from actorsnap.state import objects
 from actorsnap.state.restore.build import KeyRestore, prepare
 from actorsnap.state.restore.match import Match, entries_by_key, match_key
@@ -105,7 +105,7 @@ def _without_shards(
     """Replaces each sharded tensor by a plain leaf."""
     kept: dict[str, Entry] = {}
     for entry in entries:
-        if isinstance(entry, ShardedEntry) or (
+        if isinstance(entry, ShardedEntry | Elsewhere) or (
             isinstance(entry, TensorEntry) and entry.offsets is not None
         ):
             kept[entry.path] = ValueEntry(path=entry.path, replicated=is_replicated)
