@@ -1,6 +1,7 @@
 """All rows: ``bench/local.py``, ``bench/tracing.py`` and ``bench/compression.py`` in one process,
 ``bench/ranks.py`` with many, ``bench/cloud.py`` with object stores, ``bench/interference.py``
-beside a trainer, ``bench/memory.py``, ``bench/staging.py``, ``bench/manager.py``.
+beside a trainer, ``bench/memory.py``, ``bench/staging.py``, ``bench/manager.py``,
+``bench/scale.py`` with thousands of ranks that are not there.
 
 Prints one JSON line per row on standard output, progress on standard error.
 """
@@ -21,6 +22,7 @@ from bench import (
     manager,
     memory,
     ranks,
+    scale,
     staging,
     tracing,
 )
@@ -37,6 +39,7 @@ ROWS = (
     | memory.ROWS
     | staging.ROWS
     | manager.ROWS
+    | scale.ROWS
 )
 
 

@@ -7,7 +7,6 @@ but for the rounds with them. Small jobs are real ranks, of this tree and of ano
 
 from __future__ import annotations
 
-import argparse
 import io
 import json
 import os
@@ -34,7 +33,7 @@ KIB, MIB = 1 << 10, 1 << 20
 FOLDER = Path(os.environ.get("BENCH_SCALE_DIR", tempfile.gettempdir())) / "actorsnap-bench-scale"
 """Kept between runs: 1 GB of manifests."""
 
-SAMPLE = (0, 1, 5, 0.37, 0.5, 0.81, -1)
+SAMPLE = (0, 1, 0.37, 0.81, -1)
 """Ranks that are measured: numbers, or parts of all ranks."""
 
 
@@ -103,6 +102,7 @@ def restored(
 
     asked.on_data = on_data
     before_kib = _reset_peak()
+    num_made = simulated.scheme.snapshots.num_made
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     report = _restore(f"sim://{source.name}", state, rank)
     end_s = time.perf_counter()
@@ -110,11 +110,12 @@ def restored(
     for name, tensor in model.items():
         if not tensor._local_tensor.view(torch.int16).eq(0).all():
             raise RuntimeError(f"{name} was not restored")
+    num_made = simulated.scheme.snapshots.num_made - num_made
     own = FOLDER / source.name / f"{rank}.json"
-    if not own.exists():
-        simulated.scheme.snapshots.make(source, [rank])
+    simulated.scheme.snapshots.make(source, [rank])
     return {
         **found,
+        "num_made": num_made,
         "first_read_s": asked.first_data_s - begin_s,
         "total_s": end_s - begin_s,
         "cpu_s": time.process_time() - begin_cpu_s,
@@ -130,10 +131,11 @@ def restored(
 
 
 def _measured(saved: tuple[Any, ...], loaded: tuple[Any, ...], rank: int) -> dict[str, Any]:
-    """The second of two runs: the first one makes manifests."""
+    """A run that finds all manifests made."""
     job = {"saved": list(saved), "loaded": list(loaded), "rank": rank}
-    in_child(restored, **job)
     found: dict[str, Any] = in_child(restored, **job)
+    while found["num_made"]:
+        found = in_child(restored, **job)
     note(f"    rank {rank}: {found}")
     return found
 
@@ -218,7 +220,238 @@ def row_large(setting: Setting) -> None:
     )
 
 
+
+# All ranks ----------------------------------------------------------------------------------
+
+
+def dcp_metadata(ranks: int) -> int:
+    """Bytes of the ``.metadata`` of the same state: the object that rank 0 of DCP pickles."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    from actorsnap.planning.ownership import held_boxes
+
+    simulated = _use()
+    job = simulated.Job("fsdp", ranks)
+    described: dict[str, Any] = {}
+    stored: dict[Any, Any] = {}
+    key, tensors = job.tensors(0)
+    at = [0] * ranks
+    for each in tensors:
+        name = f"{key}.{each.name}"
+        size = torch.Size(each.shape)
+        chunks = []
+        for rank in range(ranks):
+            for box in held_boxes(each.layout, each.shape, (rank,)):
+                offsets = torch.Size(box.offsets)
+                chunks.append(ChunkStorageMetadata(offsets, torch.Size(box.sizes)))
+                length = box.volume * 2
+                index = MetadataIndex(name, offsets, len(chunks) - 1)
+                stored[index] = _StorageInfo(f"__{rank}_0.distcp", at[rank], length)
+                at[rank] += length
+        properties = TensorProperties(dtype=torch.bfloat16)
+        described[name] = TensorStorageMetadata(properties, size, chunks)
+    return len(pickle.dumps(Metadata(described, {n: (n,) for n in described}, stored)))
+
+
+def row_all_ranks(setting: Setting) -> None:
+    ranks = 1024
+    note(f"all of {ranks} ranks")
+    runs = [_measured(("fsdp", ranks), ("fsdp", ranks), rank) for rank in sample(ranks)]
+    mean = sum(run["index_bytes"] for run in runs) / len(runs)
+    metadata = in_child(dcp_metadata, ranks=ranks)
+    emit(
+        "scale index of all ranks",
+        ratios={"actorsnap/dcp bytes": mean / metadata},
+        needs={"actorsnap/dcp bytes": Need(0.01, at_least=False)},
+        missing={},
+        gib={
+            "actorsnap": round(mean * ranks / 2**30, 3),
+            "dcp": round(metadata * ranks / 2**30, 3),
+        },
+        bytes_of_one_rank={"actorsnap": round(mean), "dcp": metadata},
+    )
+
+
+# One process --------------------------------------------------------------------------------
+
+
+def whole(ranks: int) -> dict[str, Any]:
+    """One process restores everything into memory that is never touched."""
+    torch.set_num_threads(1)
+    simulated = _use(is_filled=False)
+    small, job = simulated.Job("fsdp", 2, "tiny"), simulated.Job("fsdp", ranks)
+    _restore(f"sim://{small.name}", simulated.app_state(small, 0), 0)
+    state = simulated.app_state(small, 0)
+    key, tensors = job.tensors(0)
+    model = {each.name: torch.empty(each.shape, dtype=torch.bfloat16) for each in tensors}
+    state[key] = type(state[key])(model)
+    simulated.scheme.snapshots.place(job)
+    asked = simulated.scheme.asked = simulated.Asked()
+    found: dict[str, Any] = {}
+
+    def on_data() -> None:
+        found["index_mib"] = (status_kib("VmHWM") - before_kib) / 1024
+
+    asked.on_data = on_data
+    before_kib = _reset_peak()
+    begin_s = time.perf_counter()
+    report = _restore(f"sim://{job.name}", state, 0, verify=False)
+    return {
+        **found,
+        "peak_mib": (status_kib("VmHWM") - before_kib) / 1024,
+        "index_s": asked.first_data_s - begin_s,
+        "total_s": time.perf_counter() - begin_s,
+        "gib": report.nbytes / 2**30,
+        "index_bytes": asked.index_bytes,
+        "requests": asked.before_data,
+        "data_requests": asked.data,
+    }
+
+
+def row_one_process(setting: Setting) -> None:
+    ranks = 1024
+    note(f"one process, {ranks} ranks saved")
+    _make_all("fsdp", ranks)
+    runs = [in_child(whole, ranks=ranks) for _ in range(3)]
+    note(f"  {runs}")
+    emit(
+        "scale one process",
+        ratios={
+            "MiB": max(run["peak_mib"] for run in runs),
+            "index s / s of 20 GiB at 1 GiB/s": median(run["index_s"] for run in runs) / 20,
+        },
+        needs={
+            "MiB": Need(256, at_least=False),
+            "index s / s of 20 GiB at 1 GiB/s": Need(0.1, at_least=False),
+        },
+        missing={},
+        runs=runs,
+    )
+
+
+def one_object(kind: str, ranks: int) -> dict[str, Any]:
+    from actorsnap.sync import Snapshot
+
+    torch.set_num_threads(1)
+    simulated = _use()
+    Snapshot("sim://fsdp-2-tiny").read_object("model/layers.50.q_proj")
+    job = simulated.Job(kind, ranks)
+    simulated.scheme.snapshots.place(job)
+    num_made = simulated.scheme.snapshots.num_made
+    asked = simulated.scheme.asked = simulated.Asked()
+    before_kib = _reset_peak()
+    begin_s = time.perf_counter()
+    key = job.tensors(0)[0]
+    read = Snapshot(f"sim://{job.name}").read_object(f"{key}/layers.50.q_proj")
+    elapsed = time.perf_counter() - begin_s
+    return {
+        "num_made": simulated.scheme.snapshots.num_made - num_made,
+        "s": elapsed,
+        "mib": (status_kib("VmHWM") - before_kib) / 1024,
+        "tensor_mib": read.nbytes / MIB,
+        "index_bytes": asked.index_bytes,
+        "requests": asked.before_data,
+        "data_requests": asked.data,
+    }
+
+
+def row_read_object(setting: Setting) -> None:
+    ratios: dict[str, float | None] = {}
+    needs: dict[str, Need] = {}
+    facts: dict[str, Any] = {}
+    for kind in ("fsdp",):
+        note(f"read_object, 4,096 ranks: {kind}")
+        _make_all(kind, 4096)
+        run = in_child(one_object, kind=kind, ranks=4096)
+        note(f"  {run}")
+        ratios |= {f"{kind}: MiB": run["mib"], f"{kind}: s": run["s"]}
+        needs |= {f"{kind}: MiB": Need(256, False), f"{kind}: s": Need(10, False)}
+        facts[kind] = run
+    emit("scale read_object", ratios=ratios, needs=needs, missing={}, runs=facts)
+
+
+def command(ranks: int, words: list[str]) -> dict[str, Any]:
+    """A command of the shell, in this process."""
+    from actorsnap.cli import app as shell
+
+    torch.set_num_threads(1)
+    simulated = _use()
+    job = simulated.Job("fsdp", ranks)
+    with redirect_stdout(io.StringIO()), suppress(SystemExit):
+        shell([*words, "sim://fsdp-2-tiny"])
+    simulated.scheme.snapshots.place(job)
+    asked = simulated.scheme.asked = simulated.Asked()
+    out = io.StringIO()
+    status: object = 0
+    before_kib = _reset_peak()
+    begin_s = time.perf_counter()
+    with redirect_stdout(out):
+        try:
+            status = shell([*words, f"sim://{job.name}"])
+        except SystemExit as end:
+            status = end.code
+    return {
+        "s": time.perf_counter() - begin_s,
+        "mib": (status_kib("VmHWM") - before_kib) / 1024,
+        "requests": asked.index,
+        "index_bytes": asked.index_bytes,
+        "status": str(status),
+        "said_bytes": len(out.getvalue()),
+        "said": out.getvalue()[-200:],
+    }
+
+
+def row_commands(setting: Setting) -> None:
+    ranks = 4096
+    _make_all("fsdp", ranks)
+    ratios: dict[str, float | None] = {}
+    needs: dict[str, Need] = {}
+    facts: dict[str, Any] = {}
+    missing: dict[str, str] = {}
+    for words in (["inspect"], ["verify"]):
+        name = words[0]
+        note(f"{' '.join(words)}, {ranks} ranks")
+        try:
+            run = in_child(command, ranks=ranks, words=words)
+        except RuntimeError as error:
+            missing[name] = str(error)
+            continue
+        note(f"  {run}")
+        ratios |= {f"{name}: MiB": run["mib"], f"{name}: s": run["s"]}
+        needs |= {f"{name}: MiB": Need(512, False), f"{name}: s": Need(30, False)}
+        facts[name] = run
+    emit("scale inspect, verify", ratios=ratios, needs=needs, missing=missing, runs=facts)
+
+
+def _make_all(kind: str, ranks: int) -> None:
+    note(f"  manifests of {kind}, {ranks} ranks")
+    in_child(make, kind=kind, ranks=ranks)
+
+
+def make(kind: str, ranks: int) -> int:
+    """Makes all that is missing of a snapshot; what the data objects are, too."""
+    simulated = _use()
+    job = simulated.Job(kind, ranks)
+    simulated.scheme.snapshots.make(job, range(ranks))
+    asked = simulated.Asked()
+    storage = simulated.SimulatedStorage(
+        simulated.scheme.snapshots, job, asked, is_filled=False
+    )
+    return len(storage._objects)
+
+
 ROWS: dict[str, Callable[[Setting], None]] = {
     "scale-index": row_index,
     "scale-large": row_large,
+    "scale-all-ranks": row_all_ranks,
+    "scale-one-process": row_one_process,
+    "scale-read-object": row_read_object,
+    "scale-commands": row_commands,
 }

@@ -396,6 +396,7 @@ class Snapshots:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
+        self.num_made = 0
 
     def place(self, job: Job) -> Path:
         """The folder of a job's snapshot: its plan and owner index are made."""
@@ -420,6 +421,7 @@ class Snapshots:
             part = path.with_suffix(".part")
             part.write_bytes(_manifest(job, rank, decode(assignments[rank], Assignment)))
             part.rename(path)
+            self.num_made += 1
 
 
 def _manifest(job: Job, rank: int, assignment: Assignment) -> bytes:

@@ -39,6 +39,7 @@ __all__ = [
     "direct_cancelled",
     "direct_cut_otherwise",
     "direct_killed",
+    "direct_many",
     "direct_play",
     "direct_restore",
     "direct_stages",
@@ -212,6 +213,61 @@ def cut_otherwise(me: Rank, path: str, compression: str | None) -> dict[str, Any
 
 def direct_cut_otherwise(num_ranks: int, **arguments: Any) -> list[Any]:
     world = World(num_ranks, cut_otherwise, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+# Other numbers of ranks
+
+SHAPES = ((96, 5), (37, 5), (7, 33), (5,), (1, 3), (0, 4), (2048, 130))
+"""Of tensors: even, uneven, fewer rows than ranks, empty, several checksum blocks."""
+
+
+def _many(num_ranks: int, *, is_filled: bool) -> tuple[dict[str, Any], Callable[[str], Any]]:
+    """An app state of DTensors on two meshes, with the same random bits in any world."""
+    flat = init_device_mesh("cpu", (num_ranks,))
+    square = init_device_mesh("cpu", (max(1, num_ranks // 2), min(2, num_ranks)))
+    tensors: dict[str, Any] = {}
+    numbers = torch.Generator().manual_seed(5)
+    for number, shape in enumerate(SHAPES):
+        whole = torch.randint(-(2**31), 2**31 - 1, shape, dtype=torch.int32, generator=numbers)
+        if not is_filled:
+            whole = torch.zeros_like(whole)
+        tensors[f"flat{number}"] = distribute_tensor(whole, flat, [Shard(0)])
+        tensors[f"copied{number}"] = distribute_tensor(whole, square, [Shard(0), Replicate()])
+        if len(shape) == 2:
+            tensors[f"cut{number}"] = distribute_tensor(whole, square, [Shard(0), Shard(1)])
+    own = StateDict(step=3 if is_filled else 0)
+    return {"model": StateDict(tensors), "own": own}, lambda name: tensors[name].to_local()
+
+
+def many(me: Rank, path: str, saves: bool) -> dict[str, Any]:
+    """Saves; or restores what another number of ranks saved, and compares each bit that it has."""
+    me.join_gloo()
+    expected, expected_local = _many(me.world, is_filled=True)
+    manifests: set[str] = set()
+    if saves:
+        Snapshot.take(path, expected, options=SAVE)
+    target, local = _many(me.world, is_filled=False)
+    watch = Watch(before=lambda what: manifests.add(what) if "/manifest/" in str(what) else None)
+    with faulty(watch):
+        report = Snapshot(faulty_url(path), options=options("auto")).restore(target)
+    names = list(expected["model"])
+    wrong = [name for name in names if not torch.equal(local(name), expected_local(name))]
+    dist.barrier()
+    dist.destroy_process_group()
+    return {
+        "wrong": wrong,
+        "step": target["own"]["step"],
+        "is_complete": report.is_complete,
+        "manifests": len(manifests),
+    }
+
+
+def direct_many(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, many, **arguments)
     try:
         return world.results()
     finally:
