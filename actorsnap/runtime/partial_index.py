@@ -1,19 +1,19 @@
 """The index of a snapshot of many ranks, as far as one rank wants it.
 
-Before the rank knows what it wants, it reads the owner index, its own manifest, and rank 0's. Then
-it asks the ranks that have the rest. Without an owner index it asks all of them. Manifests are read
-in batches; what is not wanted of them is dropped.
+Before the rank knows what it wants, it reads the owner index; then its own manifest, and those of
+the ranks that have the rest. Without an owner index it reads all of them. They are read in batches,
+and what is not wanted of them is dropped.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from actorsnap.actors.snapshot_reader import SnapshotReader
 from actorsnap.errors import FormatError
-from actorsnap.format.manifest import Commit, RankManifest
+from actorsnap.format.manifest import Commit, CompositeEntry, RankManifest
 from actorsnap.format.owners import Grid, owners_key
 from actorsnap.planning.index import Index, IndexBuilder, Wants, contents_of
 from actorsnap.planning.ownership import OwnerIndex
@@ -28,25 +28,30 @@ _MAX_CHECKED = 64
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialIndex:
-    """The beginning of an index.
+    """The beginning of an index, for one of ``num_ranks``.
 
     Attributes:
         owners: None for older snapshots.
-        first: Rank 0's manifest.
-        own: None if the rank did not save.
+        known: The manifests that are needed before the rank knows what it wants. Without an owner
+            index its own; rank 0's if the rank did not save.
     """
 
     commit: Commit
     rank: int
+    num_ranks: int
     owners: OwnerIndex | None
-    first: RankManifest
-    own: RankManifest | None
+    known: Mapping[int, RankManifest]
 
     @classmethod
     async def begin(
-        cls, reader: SnapshotReader, run_blocking: RunBlocking, commit: Commit, rank: int
+        cls,
+        reader: SnapshotReader,
+        run_blocking: RunBlocking,
+        commit: Commit,
+        rank: int,
+        num_ranks: int,
     ) -> PartialIndex:
-        """Reads what every rank needs.
+        """Reads what a rank of ``num_ranks`` needs.
 
         Raises:
             FormatError: An object is missing or damaged, or they contradict each other.
@@ -61,17 +66,22 @@ class PartialIndex:
             elif (found := await reader.owners(commit)) is not None:
                 owners = await run_blocking(OwnerIndex, found[0], commit.world_size)
 
-        ranks = {0, rank} if rank < commit.world_size else {0}
-        await for_each([None, *ranks], read, at_once=3)
-        begun = cls(commit, rank, owners, manifests[0], manifests.get(rank))
-        await run_blocking(begun._check, manifests.values())
+        ranks = [rank if rank < commit.world_size else 0]
+        if "owners" in commit.features and rank < commit.world_size >= num_ranks:
+            ranks = []  # a part of it may be enough
+        await for_each([None, *ranks], read, at_once=2)
+        begun = cls(commit, rank, num_ranks, owners, manifests)
+        if owners is not None:
+            for manifest in manifests.values():
+                begun._refuse(await run_blocking(owners.difference, manifest))
         return begun
 
-    def contents(self, num_ranks: int) -> bytes:
+    def contents(self) -> bytes:
         """Returns ``Ready.contents``."""
-        if self.owners is None or self.own is None or num_ranks <= self.commit.world_size:
+        own = self.known.get(self.rank)
+        if self.owners is None or own is None or self.num_ranks <= self.commit.world_size:
             return b""
-        return contents_of(self.own, self.owners.private_everywhere)
+        return contents_of(own, self.owners.private_everywhere)
 
     async def complete(
         self,
@@ -110,36 +120,36 @@ class PartialIndex:
         self, reader: SnapshotReader, run_blocking: RunBlocking, wants: Wants, at_once: int
     ) -> IndexBuilder:
         commit, owners = self.commit, self.owners
-        builder = IndexBuilder(
-            self.first if self.own is None else self.own,
-            is_own=self.own is not None,
-            world_size=commit.world_size,
-            wants=wants,
-            private=None if owners is None else _ranks_of(owners.private),
-        )
-        known = {manifest.rank: manifest for manifest in (self.first, self.own) if manifest}
+        is_own = self.rank < commit.world_size
+        known, names = dict(self.known), None
         paths: list[str] = []
-        names = None
-        asked: Collection[int] = range(commit.world_size)
+        asked: Sequence[int] = range(commit.world_size)
         if owners is not None:
             everything = list(owners.paths)
             paths = [path for path in everything if wants.names(path)]
             if len(paths) < len(everything):
                 names = wants.names
+            first = self.rank if is_own else 0
+            if first not in known:
+                known[first] = await self._own(reader, run_blocking, owners, wants, paths)
             asked = await run_blocking(owners.ranks_to_ask, wants, paths, known.keys())
             asked = sorted({*known, *asked})
-        is_checked = owners is not None and len(asked) <= _MAX_CHECKED
+        builder = IndexBuilder(
+            known[self.rank if is_own else 0],
+            is_own=is_own,
+            world_size=commit.world_size,
+            wants=wants,
+            private=None if owners is None else _ranks_of(owners.private),
+        )
 
         def add(manifests: Iterable[RankManifest]) -> None:
             for manifest in manifests:
-                if is_checked and manifest.rank not in known:
-                    assert owners is not None
+                if owners is not None and manifest.rank not in known and len(asked) <= _MAX_CHECKED:
                     self._refuse(owners.contradiction(manifest, paths))
                 builder.add(manifest)
 
-        ranks = list(asked)
-        for at in range(0, len(ranks), at_once):
-            batch = ranks[at : at + at_once]
+        for at in range(0, len(asked), at_once):
+            batch = asked[at : at + at_once]
             read: dict[int, RankManifest] = {}
 
             async def get(rank: int, read: dict[int, RankManifest] = read) -> None:
@@ -149,10 +159,25 @@ class PartialIndex:
             await run_blocking(add, [read[rank] for rank in batch])
         return builder
 
-    def _check(self, manifests: Iterable[RankManifest]) -> None:
-        if self.owners is not None:
-            for manifest in manifests:
-                self._refuse(self.owners.difference(manifest))
+    async def _own(
+        self,
+        reader: SnapshotReader,
+        run_blocking: RunBlocking,
+        owners: OwnerIndex,
+        wants: Wants,
+        paths: Sequence[str],
+    ) -> RankManifest:
+        """Reads the rank's own manifest, or what it needs of that."""
+        few = await run_blocking(owners.few_entries, self.rank, wants, paths)
+        if few is None:
+            manifest = await reader.manifest(self.commit, self.rank)
+            self._refuse(await run_blocking(owners.difference, manifest))
+            return manifest
+        manifest = await reader.entries(self.commit, self.rank, few)
+        self._refuse(owners.contradiction(manifest, few))
+        if any(isinstance(entry, CompositeEntry) for entry in manifest.entries):
+            return await reader.manifest(self.commit, self.rank)  # the index does not name parts
+        return manifest
 
     def _refuse(self, contradiction: str | None) -> None:
         if contradiction is not None:

@@ -231,12 +231,12 @@ def _compare(
 ) -> Script[tuple[Compared, RestoreReads]]:
     """Reads the index; compares once all ranks read the same."""
     validate_app_state(app_state)
-    begun = yield from _begin_index(source, rounds.rank)
+    num_ranks = 1 if rounds.team is None else rounds.team.world_size
+    begun = yield from _begin_index(source, rounds.rank, num_ranks)
     attempt = begun.attempt if isinstance(begun, Index) else begun.commit.attempt
     observation.attempt = attempt
     observation.caller.note(Work.INDEX)
-    num_ranks = 1 if rounds.team is None else rounds.team.world_size
-    contents = b"" if isinstance(begun, Index) else begun.contents(num_ranks)
+    contents = b"" if isinstance(begun, Index) else begun.contents()
     ready = Ready(printable(source.location.display_url), attempt, contents)
     payload = yield from rounds.arrive(msgspec.msgpack.encode(ready), then=Stage.COMPARE)
     states = _state_dicts(app_state, rounds.team)
@@ -254,8 +254,9 @@ def _compare(
 
 
 @begins_anew
-def _begin_index(source: Source, rank: int) -> Script[PartialIndex | Index]:
-    return (yield from source.perform("read", lambda opened: source.begin_index(opened, rank)))
+def _begin_index(source: Source, rank: int, num_ranks: int) -> Script[PartialIndex | Index]:
+    begin = partial(source.begin_index, rank=rank, num_ranks=num_ranks)
+    return (yield from source.perform("read", begin))
 
 
 def _complete_index(

@@ -187,8 +187,10 @@ class Source:
         """Reads the commit object and all rank manifests, which are cached."""
         return await self._index(reader, await reader.commit())
 
-    async def begin_index(self, opened: OpenSource, rank: int) -> PartialIndex | Index:
-        """Reads the commit object, and what ``rank`` needs before it knows what it wants.
+    async def begin_index(
+        self, opened: OpenSource, rank: int, num_ranks: int
+    ) -> PartialIndex | Index:
+        """Reads the commit object, and what a rank needs before it knows what it wants.
 
         Returns:
             Index: The snapshot is of few ranks: all of it.
@@ -200,9 +202,11 @@ class Source:
             if len(manifests) == 1:
                 return self.view(manifests, rank)
             return await run_blocking(self.view, manifests, rank)
-        cache = self._cache
-        if cache.begun is None or cache.begun.commit != commit or cache.begun.rank != rank:
-            cache.begun = await PartialIndex.begin(reader, run_blocking, commit, rank)
+        cache, begun = self._cache, self._cache.begun
+        known = None if begun is None else (begun.commit, begun.rank, begun.num_ranks)
+        if known != (commit, rank, num_ranks):
+            cache.begun = await PartialIndex.begin(reader, run_blocking, commit, rank, num_ranks)
+        assert cache.begun is not None
         return cache.begun
 
     async def _index(
