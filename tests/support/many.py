@@ -7,14 +7,14 @@ one whose data objects have only their headers and sizes.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from actorsnap.actors.checksum_ledger import ChecksumLedger, manifest_of
-from actorsnap.format.checksum import block_checksums, choose_block_bytes
+from actorsnap.format.checksum import block_checksums
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import (
@@ -41,7 +41,7 @@ from actorsnap.planning.inventory import (
     ranks_digest,
 )
 from actorsnap.planning.ownership import held_boxes, owners_of
-from actorsnap.planning.packing import Item, ObjectPlan, PackingRules, pack
+from actorsnap.planning.packing import Item, ItemBox, ObjectPlan, PackingRules, pack
 from actorsnap.planning.save import plan_save
 from actorsnap.state.sources import Captured, HostMemory, Leaf
 
@@ -102,6 +102,24 @@ class Many:
         Args:
             has_data: Otherwise checksums are arbitrary, and data objects sparse.
         """
+        records = [
+            self._put_manifest(folder, each) for each in self.manifests(folder, has_data=has_data)
+        ]
+        if "owners" in self.save.features:
+            data = encode_owners(ATTEMPT, self.ranks, deflate_owners(self.owners))
+            _put(folder / owners_key(ATTEMPT), data)
+        commit = self.save.commit(
+            attempt=ATTEMPT,
+            created="2026-01-01T00:00:00.000000Z",
+            manifests=tuple(records) if self.older else (),
+        )
+        _put(folder / COMMIT_KEY, encode_commit(commit))
+        return folder
+
+    def manifests(
+        self, folder: Path | None = None, *, has_data: bool = False
+    ) -> Iterator[RankManifest]:
+        """Yields the rank manifests; stores data objects in the folder."""
         inventories: list[Inventory] = []
         lists: dict[bytes, tuple[Item, ...]] = {}
         sharded: dict[bytes, tuple[Sharded, ...]] = {}
@@ -121,7 +139,7 @@ class Many:
             for digest, held in sharded.items()
         ]
         plan = plan_save(inventories, lists, self.rules, on_several_meshes(together))
-        records = []
+        self.owners = owners_of(inventories, lists, sharded, outlines, plan.ranks, self.rules)
         for rank in range(self.ranks):
             captured = self.captured(rank)
             plans = pack(
@@ -132,20 +150,11 @@ class Many:
                 scopes=list(captured.scopes.values()),
                 plan=plan.ranks[rank],
             )
-            ledgers = [self._store(folder, captured, each, has_data) for each in plans]
-            manifest = manifest_of(captured, ledgers, attempt=ATTEMPT, rank=rank, save=self.save)
-            records.append(self._put_manifest(folder, manifest))
-        if "owners" in self.save.features:
-            owners = owners_of(inventories, lists, sharded, outlines, plan.ranks, self.rules)
-            data = encode_owners(ATTEMPT, self.ranks, deflate_owners(owners))
-            _put(folder / owners_key(ATTEMPT), data)
-        commit = self.save.commit(
-            attempt=ATTEMPT,
-            created="2026-01-01T00:00:00.000000Z",
-            manifests=tuple(records) if self.older else (),
-        )
-        _put(folder / COMMIT_KEY, encode_commit(commit))
-        return folder
+            ledgers = [self._ledger(captured, each, has_data) for each in plans]
+            if folder is not None:
+                for each in plans:
+                    self._store(folder, captured, each, has_data)
+            yield manifest_of(captured, ledgers, attempt=ATTEMPT, rank=rank, save=self.save)
 
     def captured(self, rank: int) -> Captured:
         parts: list[Any] = [
@@ -184,41 +193,43 @@ class Many:
         )
         return Captured(parts, sharded=tuple(sharded))
 
-    def _store(self, folder: Path, captured: Captured, plan: ObjectPlan, has_data: bool) -> Any:
+    def _ledger(self, captured: Captured, plan: ObjectPlan, has_data: bool) -> ChecksumLedger:
         leaves = captured.leaves
         items = [leaves[item].item for item in plan.items]
         ledger = ChecksumLedger(plan, items)
+        columns = zip(items, plan.starts, plan.ends, plan.boxes, strict=True)
+        for position, (item, start, end, box) in enumerate(columns):
+            size = ledger.block_bytes(position)
+            values = (0x9E3779B9 * (start + 1) & 0xFFFFFFFF,) * -((start - end) // size)
+            if has_data:
+                values = block_checksums(memoryview(self._bytes_of(item, box, end - start)), size)
+            first = ledger._first[position]
+            ledger._values[first : first + len(values)] = values
+        ledger._recorded_bytes = sum(chunk.stop - chunk.start for chunk in plan.chunks)
+        return ledger
+
+    def _store(self, folder: Path, captured: Captured, plan: ObjectPlan, has_data: bool) -> None:
+        leaves = captured.leaves
         path = folder / plan.key
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("r+b" if path.exists() else "w+b") as file:
             if plan.opens:
                 file.write(plan.header)
                 file.truncate(plan.size)
-            columns = zip(items, plan.starts, plan.ends, plan.boxes, strict=True)
-            for position, (item, start, end, box) in enumerate(columns):
-                if has_data:
-                    at = 0 if box is None else box.start
-                    data = self._bytes_of(item)[at : at + end - start]
-                    file.seek(start)
-                    file.write(data)
-                    size = ledger.block_bytes(position)
-                    values = block_checksums(memoryview(data), size)
-                else:
-                    size = choose_block_bytes(end - start, is_shard=item.is_shard)
-                    values = (0x9E3779B9 * (start + 1) & 0xFFFFFFFF,) * -((start - end) // size)
-                first = ledger._first[position]
-                ledger._values[first : first + len(values)] = values
-        ledger._recorded_bytes = sum(chunk.stop - chunk.start for chunk in plan.chunks)
-        return ledger
+            columns = zip(plan.items, plan.starts, plan.ends, plan.boxes, strict=True)
+            for item, start, end, box in columns if has_data else ():
+                file.seek(start)
+                file.write(self._bytes_of(leaves[item].item, box, end - start))
 
-    def _bytes_of(self, item: Item) -> bytes:
+    def _bytes_of(self, item: Item, part: ItemBox | None, nbytes: int) -> bytes:
         if item.path == "rng":
             return bytes(range(16))
         whole = self.value(item.path)
         if item.offsets is not None:
             box = Box(item.offsets, item.shape)
             whole = whole[tuple(map(slice, box.offsets, box.stops))]
-        return whole.tobytes()
+        start = 0 if part is None else part.start
+        return whole.tobytes()[start : start + nbytes]
 
     def _put_manifest(self, folder: Path, manifest: RankManifest) -> ManifestRecord:
         data = seal(encoder.encode(manifest)) if self.older else encode_rank_manifest(manifest)
