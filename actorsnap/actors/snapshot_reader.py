@@ -183,14 +183,20 @@ class SnapshotReader:
             if commit is None or commit.attempt != self.attempt:
                 raise SnapshotReplaced(url=self.storage.url, is_deleted=commit is None)
 
-    async def manifest(self, commit: Commit, rank: int) -> RankManifest:
-        """Reads a rank manifest.
+    async def manifest(
+        self, commit: Commit, rank: int, wants: Callable[[str], bool] | None = None
+    ) -> RankManifest:
+        """Reads a rank manifest, or its wanted entries; see ``decode_rank_manifest``.
 
         Raises:
             FormatError: It is missing or damaged.
         """
-        manifest, _ = await self.recorded_manifest(commit, rank)
-        return manifest
+        record = commit.record(rank)
+
+        def decode(data: bytes, key: str) -> RankManifest:
+            return decode_rank_manifest(data, key, record, wants)
+
+        return await self._read_manifest(manifest_key(commit.attempt, rank), decode)
 
     async def recorded_manifest(
         self, commit: Commit, rank: int

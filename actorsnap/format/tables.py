@@ -166,8 +166,12 @@ class ManifestTable:
             _check_each(entries, self._extents, self.key)
             yield from entries
 
-    def manifest(self, data: Buffer) -> RankManifest:
-        """Returns the whole manifest, from the bytes after the head. Raises as ``entries``."""
+    def manifest(self, data: Buffer, wants: Callable[[str], bool] | None = None) -> RankManifest:
+        """Returns the whole manifest, from the bytes after the head. Raises as ``entries``.
+
+        Entries whose path ``wants`` refuses are not decoded, and contradictions between entries not
+        found.
+        """
         head, num_bytes = self.head, self.offsets[-1] - self.offsets[0]
         if len(data) != num_bytes:
             raise ChecksumMismatch(
@@ -176,9 +180,10 @@ class ManifestTable:
             )
         entries: list[Entry] = []
         for number, page in self._split(0, data):
-            entries += self._decode_page(number, page, None)
+            entries += self._decode_page(number, page, wants)
         _check_each(entries, self._extents, self.key)
-        _check_together(entries, self.key)
+        if wants is None:
+            _check_together(entries, self.key)
         return RankManifest(
             attempt=head.attempt,
             rank=head.rank,
@@ -288,12 +293,16 @@ def decode_table(prefix: Buffer, key: str) -> ManifestTable | None:
 
 
 def decode_rank_manifest(
-    data: Buffer, key: str, record: ManifestRecord | None = None
+    data: Buffer,
+    key: str,
+    record: ManifestRecord | None = None,
+    wants: Callable[[str], bool] | None = None,
 ) -> RankManifest:
     """Decodes and checks a rank manifest; errors name ``key``.
 
     Args:
         record: The commit object's, of an older manifest.
+        wants: See ``ManifestTable.manifest``. Older manifests are decoded as a whole.
 
     Raises:
         ChecksumMismatch: It is damaged.
@@ -305,7 +314,7 @@ def decode_rank_manifest(
     table = decode_table(data, key)
     if table is None:
         raise ChecksumMismatch(key=key, detail="it is cut off in its first line")
-    return table.manifest(memoryview(data)[table.offsets[0] :])
+    return table.manifest(memoryview(data)[table.offsets[0] :], wants)
 
 
 def _decode_older(data: bytes, key: str, record: ManifestRecord) -> RankManifest:

@@ -10,7 +10,9 @@ read.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from itertools import chain
 from math import prod
 from typing import Any, TypeAlias
 
@@ -65,7 +67,47 @@ class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     attributes: dict[str, Any] | None = None
 
 
-AnyEntry: TypeAlias = Entry | ShardedEntry
+class Elsewhere(msgspec.Struct, frozen=True, gc=False):
+    """A leaf that any rank may read, and this one does not want. No manifest has such entries."""
+
+    path: str
+
+
+AnyEntry: TypeAlias = Entry | ShardedEntry | Elsewhere
+
+
+class Wants(msgspec.Struct, frozen=True):
+    """The leaves of a snapshot that a rank wants.
+
+    Attributes:
+        names: Whether it wants the leaf, or the part of a leaf, with this path. Bases of wanted
+            views may be unknown before.
+        boxes: Of distributed tensors, by path: what it wants of them. Of others it wants all.
+    """
+
+    names: Callable[[str], bool]
+    boxes: Mapping[str, tuple[Box, ...]]
+
+    def more(self, paths: Collection[str]) -> Wants:
+        """Returns these wants, and all of some more leaves."""
+        names = self.names
+        boxes = {path: boxes for path, boxes in self.boxes.items() if path not in paths}
+        return Wants(lambda path: path in paths or names(path), boxes)
+
+    def has_part(self, path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
+        """Whether the box has wanted elements, or is an empty tensor's."""
+        wanted = self.boxes.get(path)
+        if wanted is None or 0 in sizes:
+            return True
+        for box in wanted:
+            if len(box.offsets) != len(offsets):
+                return True
+            for a, n, b, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True):
+                if a + n <= b or b + m <= a:
+                    break
+            else:
+                return True
+        return False
 
 
 class Index(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,7 +124,7 @@ class Index(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int
     objects: tuple[ObjectRecord, ...]
     entries: tuple[AnyEntry, ...]
-    held_by_other_ranks: Mapping[str, tuple[int, ...]]
+    held_by_other_ranks: Mapping[str, Sequence[int]]
     optimizers: Mapping[str, str] = {}
 
 
@@ -102,7 +144,22 @@ def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
             held_by_other_ranks={},
             optimizers=first.optimizers or {},
         )
-    return _Merger(manifests, rank).index()
+    own = manifests.get(rank)
+    template = first if own is None else own
+    builder = IndexBuilder(template, is_own=own is not None, world_size=len(manifests))
+    for manifest in manifests.values():
+        builder.add(manifest)
+    return builder.index()
+
+
+def contents_of(manifest: RankManifest, paths: Iterable[str]) -> bytes:
+    """Returns 8 bytes per private leaf, equal for equal leaves."""
+    by_path = {entry.path: entry for entry in manifest.entries}
+    contents = [
+        blake2b(msgspec.msgpack.encode(_content(path, by_path)), digest_size=8).digest()
+        for path in paths
+    ]
+    return b"".join(contents)
 
 
 def named_entries(manifest: RankManifest) -> dict[str, Entry]:
@@ -149,144 +206,227 @@ def _is_shard(entry: AnyEntry) -> bool:
     return type(entry) is TensorEntry and entry.offsets is not None
 
 
-class _Merger:
-    def __init__(self, manifests: Mapping[int, RankManifest], rank: int) -> None:
-        self._manifests = manifests
-        self._own = manifests.get(rank)
-        # Rank 0's for a rank that did not save.
-        self._template = manifests[0] if self._own is None else self._own
-        others = [each for each in manifests.values() if each is not self._template]
-        self._in_order = [self._template, *others]
-        self._records = list(self._template.objects)
+class IndexBuilder:
+    """Joins the entries of rank manifests, which need not be in memory together.
+
+    Holds what the rank wants, and one of each container. The template's manifest is the rank's own;
+    rank 0's for a rank that did not save.
+
+    Args:
+        template: Of all manifests, the only one that is given twice: here, and to ``add``.
+        is_own: Whether the template is the rank's own.
+        wants: Other leaves get no entries, or ``Elsewhere``. None: all of them.
+        private: Holders of private leaves, if not all manifests are added.
+    """
+
+    def __init__(
+        self,
+        template: RankManifest,
+        *,
+        is_own: bool,
+        world_size: int,
+        wants: Wants | None = None,
+        private: Mapping[str, Sequence[int]] | None = None,
+    ) -> None:
+        self._template = template
+        self._world_size = world_size
+        self._is_own = is_own
+        self._wants = wants
+        self._records = list(template.objects)
         self._numbers = {record.part: number for number, record in enumerate(self._records)}
-        own_entries = () if self._own is None else self._own.entries
-        self._entries: dict[str, AnyEntry] = {entry.path: entry for entry in own_entries}
-        self._own_paths = frozenset(self._entries)
-        # By path: the holders of a private leaf.
-        self._private: dict[str, list[int]] = {}
+        self._entries: dict[str, AnyEntry] = {}
+        self._joined: dict[str, _Joined] = {}
+        self._elsewhere: dict[str, None] = {}
+        self._known_private = private
+        # By path: the holders of a private leaf, as runs.
+        self._private: dict[str, list[range]] = {}
+        self._containers: dict[str, ContainerEntry] = {}
+        self._optimizers = dict(template.optimizers or {})
+        self._order = _Order()
+        if is_own:
+            self._entries = {entry.path: entry for entry in template.entries}
+        self._template_paths = frozenset([entry.path for entry in template.entries])
+        self._own_paths = self._template_paths if is_own else frozenset()
+        # Of a rank that did not save: rank 0's private leaves that all have so far.
+        self._alike: dict[str, list[Any]] = {}
+        self._template_by_path: dict[str, Entry] = {}
+        if not is_own:
+            self._template_by_path = {entry.path: entry for entry in template.entries}
+        self._take(template)
 
-    def index(self) -> Index:
-        self._take_readable()
-        if self._own is None:
-            self._take_alike()
-        self._drop_broken_lists()
-        self._add_containers()
-        optimizers: dict[str, str] = {}
-        for manifest in self._in_order:
-            optimizers = (manifest.optimizers or {}) | optimizers
-        return Index(
-            attempt=self._template.attempt,
-            world_size=len(self._manifests),
-            objects=tuple(self._records),
-            entries=tuple([self._entries[path] for path in self._order()]),
-            held_by_other_ranks={
-                path: tuple(sorted(ranks))
-                for path, ranks in self._private.items()
-                if path not in self._entries
-            },
-            optimizers=optimizers,
-        )
+    def add(self, manifest: RankManifest) -> None:
+        """Adds a manifest, or those of its entries that the rank wants. In rank order.
 
-    def _take_readable(self) -> None:
-        shards: dict[str, list[tuple[RankManifest, TensorEntry]]] = {}
-        is_alone = len(self._in_order) == 1
-        for manifest in self._in_order:
-            for entry in manifest.entries:
-                path = entry.path
-                if isinstance(entry, TensorEntry) and entry.offsets is not None:
-                    shards.setdefault(path, []).append((manifest, entry))
-                elif isinstance(entry, ContainerEntry):
-                    continue
-                elif entry.replicated or is_alone:
-                    if path not in self._entries:
-                        self._entries[path] = self._renumber_entry(entry, manifest)
-                elif "@" not in path:
-                    self._private.setdefault(path, []).append(manifest.rank)
-        for path, held in shards.items():
+        Raises:
+            FormatError: Shards of one path belong to different tensors.
+        """
+        if manifest is not self._template:
+            self._take(manifest)
+            self._optimizers = (manifest.optimizers or {}) | self._optimizers
+        if self._known_private is None:
+            self._count_private(manifest)
+        self._order.add([e.path for e in manifest.entries if self._is_ordered(e)])
+
+    def overlapping(self) -> set[str]:
+        """Returns paths of which several boxes have the same wanted elements.
+
+        What they are depends on all boxes: the builder of these must want the whole.
+        """
+        if self._wants is None:
+            return set()
+        boxes = self._wants.boxes
+        return {path for path in boxes if path in self._joined and self._overlaps(path)}
+
+    def bases(self) -> set[str]:
+        """Returns the tensors that views refer to, as far as they are not there."""
+        views = [entry for entry in self._entries.values() if isinstance(entry, ViewEntry)]
+        return {view.of for view in views if view.of not in self._entries}
+
+    def index(self, *, alike: Iterable[str] | None = None, others: Iterable[str] = ()) -> Index:
+        """Returns the view of the rank.
+
+        Args:
+            alike: The private leaves that all ranks saved with equal content. None: they were
+                found among all manifests.
+            others: Paths that all ranks may read; those without an entry are ``Elsewhere``.
+        """
+        for path, joined in self._joined.items():
             own = self._entries.get(path)
             if own is None or _is_shard(own):
-                self._entries[path] = self._join(path, held)
-
-    def _join(self, path: str, held: Sequence[tuple[RankManifest, TensorEntry]]) -> ShardedEntry:
-        """Joins the shards of a path; the rank's own shards come first.
-
-        A box that ranks stored with different values is disputed: tensors of several meshes have
-        this path. All boxes are if meshes cut the path differently and checksums cannot prove that
-        it is one tensor. A rank gets only its own disputed boxes.
-        """
-        _, first = held[0]
-        assert first.global_shape is not None
-        boxes: dict[Box, tuple[RankManifest, TensorEntry]] = {}
-        disputed: set[Box] = set()
-        for manifest, entry in held:
-            if not is_same_tensor(first, entry):
-                raise FormatError(
-                    key=path,
-                    detail=f"ranks {held[0][0].rank} and {manifest.rank} have shards of "
-                    "different tensors under this path",
-                )
-            assert entry.offsets is not None
-            box = Box(entry.offsets, entry.shape)
-            _, other = boxes.setdefault(box, (manifest, entry))
-            if other.data.crc32c != entry.data.crc32c:
-                disputed.add(box)
-        if sum([box.volume for box in boxes]) > prod(first.global_shape):
-            stored = {box: entry.data for box, (_, entry) in boxes.items()}
-            cover = None if disputed else _one_cover(stored, first.global_shape)
-            if cover is None:
-                disputed.update(boxes)
-            else:
-                boxes = {box: boxes[box] for box in cover}
-        return ShardedEntry(
-            path=path,
-            dtype=first.dtype,
-            shape=first.global_shape,
-            type=first.type,
-            requires_grad=first.requires_grad,
-            memory_format=first.memory_format,
-            attributes=first.attributes,
-            shards=tuple(
-                [
-                    Shard(box, self._renumber(entry.data, manifest), box in disputed)
-                    for box, (manifest, entry) in boxes.items()
-                    if box not in disputed or manifest is self._own
-                ]
-            ),
+                self._entries[path] = joined.entry(path, is_own=self._is_own)
+        for path in self._own_paths & self._elsewhere.keys():
+            if _is_shard(self._entries[path]):
+                self._entries[path] = Elsewhere(path)
+        if not self._is_own:
+            for path in self._alike if alike is None else alike:
+                if path in self._template_by_path and path not in self._entries:
+                    for entry in _closure(path, self._template_by_path):
+                        self._entries.setdefault(entry.path, entry)
+        self._drop_broken_lists()
+        self._add_containers()
+        entries = [self._entries[path] for path in self._paths_in_order()]
+        self._elsewhere.update(dict.fromkeys(others))
+        entries += [Elsewhere(path) for path in self._elsewhere if path not in self._entries]
+        return Index(
+            attempt=self._template.attempt,
+            world_size=self._world_size,
+            objects=tuple(self._records),
+            entries=tuple(entries),
+            held_by_other_ranks=self._held_by_other_ranks(),
+            optimizers=self._optimizers,
         )
 
-    def _take_alike(self) -> None:
-        count = len(self._manifests)
-        candidates = [
-            path
-            for path, ranks in self._private.items()
-            if len(ranks) == count and path not in self._entries
+    def _take(self, manifest: RankManifest) -> None:
+        """Takes what all may read."""
+        rank, objects = manifest.rank, manifest.objects
+        is_template = manifest is self._template
+        # Of its objects in the index, as far as known.
+        numbers: list[int | None] = [None] * len(objects)
+        if is_template:
+            numbers = list(range(len(objects)))
+        is_alone = self._world_size == 1
+        wants, found, joined = self._wants, self._entries, self._joined
+
+        def renumber(data: Stored) -> Stored:
+            number = numbers[data.object]
+            if number is None:
+                record = objects[data.object]
+                number = self._numbers.get(record.part)
+                if number is None:
+                    number = self._numbers[record.part] = len(self._records)
+                    self._records.append(record)
+                numbers[data.object] = number
+            if number == data.object:
+                return data
+            return Stored(number, data.start, data.stop, data.crc32c)
+
+        for entry in manifest.entries:
+            path = entry.path
+            if isinstance(entry, ContainerEntry):
+                self._containers.setdefault(path, entry)
+            elif type(entry) is TensorEntry and entry.offsets is not None:
+                if wants is not None and not wants.names(path):
+                    self._elsewhere[path] = None
+                    continue
+                join = joined.get(path)
+                if join is None:
+                    join = joined[path] = _Joined(entry, rank)
+                elif not is_same_tensor(join.first, entry):
+                    raise FormatError(
+                        key=path,
+                        detail=f"ranks {join.rank} and {rank} have shards of different tensors "
+                        "under this path",
+                    )
+                if wants is None or wants.has_part(path, entry.offsets, entry.shape):
+                    join.add(entry, renumber, is_template=is_template)
+            elif not (entry.replicated or is_alone) or path in found:
+                continue
+            elif wants is not None and not wants.names(path):
+                self._elsewhere[path] = None
+            elif isinstance(entry, TensorEntry | BytesEntry):
+                found[path] = msgspec.structs.replace(entry, data=renumber(entry.data))
+            else:
+                found[path] = entry
+
+    def _is_ordered(self, entry: Entry) -> bool:
+        return (
+            entry.path in self._template_paths
+            or isinstance(entry, ContainerEntry)
+            or entry.replicated
+            or _is_shard(entry)
+        )
+
+    def _count_private(self, manifest: RankManifest) -> None:
+        rank = manifest.rank
+        private = [
+            entry.path
+            for entry in manifest.entries
+            if not isinstance(entry, ContainerEntry)
+            and not entry.replicated
+            and "@" not in entry.path
+            and not _is_shard(entry)
         ]
-        if not candidates:
+        for path in private:
+            runs = self._private.setdefault(path, [])
+            if runs and runs[-1].stop == rank:
+                runs[-1] = range(runs[-1].start, rank + 1)
+            else:
+                runs.append(range(rank, rank + 1))
+        if self._is_own:
             return
-        by_path = [
-            {entry.path: entry for entry in manifest.entries}
-            for manifest in self._manifests.values()
-        ]
-        for path in candidates:
-            contents = (_content(path, entries) for entries in by_path)
-            first = next(contents)
-            if all(content == first for content in contents):
-                for entry in _closure(path, by_path[0]):
-                    self._entries.setdefault(entry.path, entry)
+        if manifest is self._template:
+            by_path = self._template_by_path
+            self._alike = {path: _content(path, by_path) for path in private}
+            return
+        by_path = {entry.path: entry for entry in manifest.entries} if self._alike else {}
+        self._alike = {
+            path: content
+            for path, content in self._alike.items()
+            if path in by_path and _content(path, by_path) == content
+        }
+
+    def _overlaps(self, path: str) -> bool:
+        assert self._wants is not None
+        joined = self._joined[path]
+        for wanted in self._wants.boxes[path]:
+            if wanted.ndim != len(joined.shape):
+                continue
+            shared = [wanted.intersect(box) for box in joined.boxes]
+            if sum([box.volume for box in shared if box is not None]) > wanted.volume:
+                return True
+        return False
 
     def _drop_broken_lists(self) -> None:
         """Drops others' lists that lack an item: later items would move up."""
         lists = {
-            entry.path
-            for manifest in self._in_order
-            for entry in manifest.entries
-            if isinstance(entry, ContainerEntry)
-            and entry.type in ("list", "tuple")
-            and entry.path not in self._own_paths
+            path
+            for path, entry in self._containers.items()
+            if entry.type in ("list", "tuple") and path not in self._own_paths
         }
         if not lists:
             return
-        lacking = [path for path in self._private if path not in self._entries]
+        private = self._private if self._known_private is None else self._known_private
+        lacking = [path for path in private if path not in self._entries]
         broken = {parent for path in lacking for parent in _ancestors(path) if parent in lists}
         if not broken:
             return
@@ -294,61 +434,134 @@ class _Merger:
             if not broken.isdisjoint(_ancestors(path.partition("@")[0])):
                 del self._entries[path]
                 if "@" not in path:
-                    self._private.setdefault(path, list(self._manifests))
+                    self._private.setdefault(path, [range(self._world_size)])
 
     def _add_containers(self) -> None:
         """Adds the containers; for a rank that did not save, also empty ones."""
         needed = {parent for path in self._entries for parent in _ancestors(path)}
-        if self._own is None:
+        if not self._is_own:
             entries = self._template.entries
             filled = {parent for entry in entries for parent in _ancestors(entry.path)}
             needed.update(entry.path for entry in entries if entry.path not in filled)
-        for manifest in self._in_order:
-            for entry in manifest.entries:
-                if isinstance(entry, ContainerEntry) and entry.path in needed:
-                    self._entries.setdefault(entry.path, entry)
+        for path, entry in self._containers.items():
+            if path in needed:
+                self._entries.setdefault(path, entry)
 
-    def _renumber(self, data: Stored, manifest: RankManifest) -> Stored:
-        if manifest is self._template:
-            return data
-        record = manifest.objects[data.object]
-        number = self._numbers.get(record.part)
-        if number is None:
-            number = self._numbers[record.part] = len(self._records)
-            self._records.append(record)
-        return Stored(number, data.start, data.stop, data.crc32c)
+    def _held_by_other_ranks(self) -> dict[str, Sequence[int]]:
+        held: dict[str, Sequence[int]] = {
+            path: ranks
+            for path, ranks in (self._known_private or {}).items()
+            if path not in self._entries
+        }
+        # Paths share the ranks.
+        alike: dict[tuple[range, ...], tuple[int, ...]] = {}
+        for path, runs in self._private.items():
+            if path not in self._entries:
+                key = tuple(runs)
+                if key not in alike:
+                    alike[key] = tuple(chain.from_iterable(runs))
+                held[path] = alike[key]
+        return held
 
-    def _renumber_entry(self, entry: Entry, manifest: RankManifest) -> Entry:
-        if manifest is self._template or not isinstance(entry, TensorEntry | BytesEntry):
-            return entry
-        return msgspec.structs.replace(entry, data=self._renumber(entry.data, manifest))
-
-    def _order(self) -> list[str]:
-        """Returns the paths in an order that agrees with every rank's as far as possible.
-
-        Ranks that divide a state store rising parts of it: a rank's paths follow those of lower
-        ranks, but precede paths that follow them on both. The rank's own paths keep their order.
-        """
-        following: dict[str | None, str | None] = {None: None}
-        before: dict[str | None, str | None] = {None: None}
-        for manifest in self._manifests.values():
-            paths = dict.fromkeys(e.path for e in manifest.entries if e.path in self._entries)
-            anchor: str | None = None
-            for path in reversed(paths):
-                if path not in following:
-                    last = before[anchor]
-                    following[last], following[path] = path, anchor
-                    before[anchor], before[path] = path, last
-                anchor = path
-        order: list[str] = []
-        at = following[None]
-        while at is not None:
-            order.append(at)
-            at = following[at]
-        if self._own is not None:
-            own = iter(dict.fromkeys(entry.path for entry in self._own.entries))
+    def _paths_in_order(self) -> list[str]:
+        order = [path for path in self._order.paths() if path in self._entries]
+        if self._is_own:
+            own = iter(dict.fromkeys(entry.path for entry in self._template.entries))
             order = [next(own) if path in self._own_paths else path for path in order]
         return order
+
+
+class _Joined:
+    """The wanted shards of a path. The first manifest's come first: the rank's own."""
+
+    __slots__ = ("boxes", "disputed", "first", "from_template", "rank", "shape")
+
+    def __init__(self, first: TensorEntry, rank: int) -> None:
+        assert first.global_shape is not None
+        self.first = first
+        self.rank = rank
+        self.shape = first.global_shape
+        self.boxes: dict[Box, Stored] = {}
+        self.disputed: set[Box] = set()
+        self.from_template: list[Box] = []
+
+    def add(
+        self, entry: TensorEntry, renumber: Callable[[Stored], Stored], *, is_template: bool
+    ) -> None:
+        assert entry.offsets is not None
+        box = Box(entry.offsets, entry.shape)
+        data = self.boxes.get(box)
+        if data is None:
+            self.boxes[box] = renumber(entry.data)
+            if is_template:
+                self.from_template.append(box)
+        elif data.crc32c != entry.data.crc32c:
+            self.disputed.add(box)
+
+    def entry(self, path: str, *, is_own: bool) -> ShardedEntry:
+        """Joins the shards.
+
+        A box that ranks stored with different values is disputed: tensors of several meshes have
+        this path. All boxes are if meshes cut the path differently and checksums cannot prove that
+        it is one tensor. A rank gets only its own disputed boxes.
+        """
+        first, boxes, disputed = self.first, self.boxes, self.disputed
+        own = frozenset(self.from_template) if is_own else frozenset()
+        if sum([box.volume for box in boxes]) > prod(self.shape):
+            cover = None if disputed else _one_cover(boxes, self.shape)
+            if cover is None:
+                disputed = set(boxes)
+            else:
+                boxes = {box: boxes[box] for box in cover}
+        return ShardedEntry(
+            path=path,
+            dtype=first.dtype,
+            shape=self.shape,
+            type=first.type,
+            requires_grad=first.requires_grad,
+            memory_format=first.memory_format,
+            attributes=first.attributes,
+            shards=tuple(
+                [
+                    Shard(box, data, box in disputed)
+                    for box, data in boxes.items()
+                    if box not in disputed or box in own
+                ]
+            ),
+        )
+
+
+class _Order:
+    """An order of paths that agrees with every rank's as far as possible.
+
+    Ranks that divide a state store rising parts of it: a rank's paths follow those of lower ranks,
+    but precede paths that follow them on both. The rank's own paths keep their order.
+    """
+
+    def __init__(self) -> None:
+        self._following: dict[str | None, str | None] = {None: None}
+        self._before: dict[str | None, str | None] = {None: None}
+        self._last: list[str] = []
+
+    def add(self, paths: list[str]) -> None:
+        """Adds a rank's; ranks rise."""
+        if paths == self._last:
+            return
+        self._last = paths
+        following, before = self._following, self._before
+        anchor: str | None = None
+        for path in reversed(dict.fromkeys(paths)):
+            if path not in following:
+                last = before[anchor]
+                following[last], following[path] = path, anchor
+                before[anchor], before[path] = path, last
+            anchor = path
+
+    def paths(self) -> Iterator[str]:
+        at = self._following[None]
+        while at is not None:
+            yield at
+            at = self._following[at]
 
 
 def _ancestors(path: str) -> Iterator[str]:

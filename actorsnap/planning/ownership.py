@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import chain, product
 from math import prod
@@ -30,6 +30,7 @@ from actorsnap.format.owners import (
     Tensor,
     grids_of,
 )
+from actorsnap.planning.index import Wants
 from actorsnap.planning.inventory import Inventory, Outline, Sharded, index_runs
 from actorsnap.planning.packing import (
     Arranged,
@@ -93,7 +94,10 @@ class OwnerIndex:
         Args:
             wanted: Only ranks with a box that intersects it; empty tensors count as intersecting.
         """
-        found: list[Grid] = list(self._common.get(path, ()))
+        return (*self._common.get(path, ()), *self._boxes(path, wanted))
+
+    def _boxes(self, path: str, wanted: Box | None) -> tuple[Grid, ...]:
+        found: list[Grid] = []
         if path in self._placed:
             shape, regions = self._placed[path]
             for region in regions:
@@ -101,6 +105,76 @@ class OwnerIndex:
         if path in self._listed:
             found += self._listed[path].grids(wanted)
         return tuple(found)
+
+    def ranks_to_ask(
+        self, wants: Wants, paths: Iterable[str], asked: Collection[int]
+    ) -> tuple[int, ...]:
+        """Returns the ranks, other than ``asked``, whose manifests have what is wanted; rising.
+
+        At least one rank with each path is among them or ``asked``.
+
+        Args:
+            paths: Wanted ones.
+        """
+        found = set(asked)
+        alike: dict[object, set[int]] = {}
+        for path in paths:
+            boxes = wants.boxes.get(path)
+            if path in self._placed:
+                shape, regions = self._placed[path]
+                key = shape, id(regions), boxes
+                if key not in alike:
+                    alike[key] = set(self._with_boxes(path, boxes))
+                found |= alike[key]
+            if path in self._listed:
+                found.update(self._with_boxes(path, boxes))
+        for path in paths:
+            for grids in (self._common.get(path), self._any_with_boxes(path, wants)):
+                if grids and not any(g.position(rank) is not None for g in grids for rank in found):
+                    found.add(grids[0].start)
+        return tuple(sorted(found.difference(asked)))
+
+    def _with_boxes(self, path: str, boxes: Sequence[Box] | None) -> Iterator[int]:
+        for box in [None] if boxes is None else boxes:
+            for grid in self._boxes(path, box):
+                yield from grid
+
+    def _any_with_boxes(self, path: str, wants: Wants) -> tuple[Grid, ...]:
+        """Returns ranks with any boxes of a tensor of which the rank may want none."""
+        if path not in wants.boxes or path in self._common:
+            return ()
+        return self._boxes(path, None)
+
+    def places(self, path: str, rank: int) -> set[Box | None]:
+        """Returns what the rank's manifest must have under a path."""
+        found: set[Box | None] = set()
+        if path in self._placed:
+            shape, regions = self._placed[path]
+            for region in regions:
+                layout = self._layouts[region.layout]
+                at = layout.mesh.position(rank)
+                if at is not None and _whole(region, layout).contains(Box(at, (1,) * len(at))):
+                    found.update(_parts(held_boxes(layout, shape, at), region))
+        if path in self._listed:
+            found.update(self._listed[path].by_rank.get(rank, ()))
+        for kept in (self._common, self._private):
+            if any(grid.position(rank) is not None for grid in kept.get(path, ())):
+                found.add(None)
+        return found
+
+    def contradiction(self, manifest: RankManifest, paths: Iterable[str]) -> str | None:
+        """As ``difference``, for the entries under some paths."""
+        found: dict[str, set[Box | None]] = {}
+        for path, box in map(_place_of, manifest.entries):
+            if path:
+                found.setdefault(path, set()).add(box)
+        for path in paths:
+            expected, present = self.places(path, manifest.rank), found.get(path, set())
+            if expected != present:
+                lacking = expected - present
+                box = next(iter(lacking or present - expected))
+                return _contradiction(manifest.rank, path, box, is_lacking=bool(lacking))
+        return None
 
     def stored_by(self, rank: int) -> set[tuple[str, Box | None]]:
         """Returns all that the rank's manifest must have: paths, and boxes of shards."""
@@ -133,9 +207,13 @@ class OwnerIndex:
         if not lacking and not more:
             return None
         path, box = min(lacking or more, key=lambda place: place[0])
-        where = "" if box is None else f" from {box.offsets} up to {box.stops}"
-        verb = "has" if lacking else "does not have"
-        return f"rank {manifest.rank} {verb} {path!r}{where} according to the owner index"
+        return _contradiction(manifest.rank, path, box, is_lacking=bool(lacking))
+
+
+def _contradiction(rank: int, path: str, box: Box | None, *, is_lacking: bool) -> str:
+    where = "" if box is None else f" from {box.offsets} up to {box.stops}"
+    verb = "has" if is_lacking else "does not have"
+    return f"rank {rank} {verb} {path!r}{where} according to the owner index"
 
 
 def _place_of(entry: Entry) -> tuple[str, Box | None]:

@@ -1,7 +1,8 @@
 """The decisions of a restore and of its dry run, over ``protocol.rounds``.
 
-0. *Ready*: Each rank has checked its input and read the index of the same attempt. Only then
-``state_dict()`` is called, which may be collective.
+0. *Ready*: Each rank has checked its input and begun to read the index of the same attempt. Only
+then ``state_dict()`` is called, which may be collective. Decides which private leaves are equal on
+all ranks, if more ranks restore than saved.
 1. *Compared*: Each rank has compared its app state with the snapshot. Decides whether to continue,
 and how to read (``planning.shared_reads``). A dry run ends with the next round, *weighed*, which
 adds up the costs.
@@ -27,8 +28,37 @@ T = TypeVar("T")
 
 
 class Ready(msgspec.Struct, frozen=True, array_like=True):
+    """A rank can begin.
+
+    Attributes:
+        contents: Of each rank that saved, if more ranks restore than saved: ``CONTENT_BYTES`` per
+            leaf that all ranks saved for themselves.
+    """
+
     url: str
     attempt: str
+    contents: bytes = b""
+
+
+CONTENT_BYTES = 8
+
+
+class Alike(msgspec.Struct, frozen=True, array_like=True):
+    """The numbers of those leaves that have equal contents on all ranks."""
+
+    leaves: tuple[int, ...]
+
+
+def leaves_alike(contents: Sequence[bytes]) -> tuple[int, ...]:
+    """Returns the numbers of the leaves with equal contents; all lists have the same length."""
+    first = int.from_bytes(contents[0], "little")
+    differs = 0
+    for each in set(contents):
+        differs |= first ^ int.from_bytes(each, "little")
+    size = len(contents[0])
+    found = differs.to_bytes(size, "little")
+    starts = range(0, size, CONTENT_BYTES)
+    return tuple([n for n, at in enumerate(starts) if not any(found[at : at + CONTENT_BYTES])])
 
 
 class Comparison(msgspec.Struct, frozen=True, array_like=True):
@@ -98,7 +128,11 @@ class RestoreDecisions:
         for own in ranks:
             if own.attempt != first.attempt:
                 raise SnapshotReplaced(url=own.url, is_deleted=False)
-        return self._enter(Stage.COMPARE)
+        self.stage = Stage.COMPARE
+        contents = [own.contents for own in ranks if own.contents]
+        if not contents:
+            return Continue()
+        return Continue(common=msgspec.msgpack.encode(Alike(leaves_alike(contents))))
 
     def _on_compared(self, ranks: list[Comparison]) -> Continue:
         self._compared = ranks

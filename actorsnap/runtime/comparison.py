@@ -4,23 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
 
 from actorsnap.errors import did_you_mean
+from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import TensorEntry, ViewEntry
 from actorsnap.options import Options
-from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, named_ranks
+from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, Wants, named_ranks
 from actorsnap.planning.shared_reads import ReadInterest
 from actorsnap.protocol.restore import Comparison
 from actorsnap.runtime.location import AppState
 from actorsnap.state.capture import optimizers_in
-from actorsnap.state.distributed import is_distributed
+from actorsnap.state.distributed import Describer, Sharding, is_distributed
 from actorsnap.state.optim import class_names, takes_state_of
 from actorsnap.state.restore.aliasing import find_conflicts
 from actorsnap.state.restore.build import KeyRestore, prepare
-from actorsnap.state.restore.match import entries_by_key
+from actorsnap.state.restore.match import Interest, entries_by_key
 from actorsnap.state.stateful import Matching, RNGState, Stateful, adapts, can_assign, matching_of
 from actorsnap.state.tree import escape, join, unescape
 
@@ -64,6 +66,29 @@ class Compared:
             tuple(self.mismatched),
             self.unplaced,
         )
+
+
+def wanted_of(app_state: AppState, states: Mapping[str, Any]) -> Wants:
+    """Returns what a comparison may want of a snapshot."""
+    interests: dict[str, Interest] = {}
+    boxes: dict[str, tuple[Box, ...]] = {}
+    describer = Describer()
+    for key, state in states.items():
+        stateful, root = app_state[key], escape(key)
+        # A module that adapts may get a state of its own.
+        target = None if adapts(stateful) else state
+        interests[root] = interest = Interest(root, target, matching_of(stateful))
+        for path, value in interest.targets.items():
+            if is_distributed(value):
+                sharding = describer.describe(value)
+                pieces = sharding.pieces if isinstance(sharding, Sharding) else ()
+                boxes[path] = tuple([piece.box for piece in pieces])
+
+    def names(path: str) -> bool:
+        interest = interests.get(path.partition("/")[0].partition("@")[0])
+        return interest is not None and interest.wants(path)
+
+    return Wants(cache(names), boxes)
 
 
 def compare(
@@ -214,7 +239,7 @@ class _Comparer:
     def _explain_private(self, key: str, paths: Sequence[str]) -> list[str]:
         """Returns a line per set of ranks with wanted private leaves."""
         index = self.index
-        by_ranks: dict[tuple[int, ...], list[str]] = {}
+        by_ranks: dict[Sequence[int], list[str]] = {}
         for path in paths:
             by_ranks.setdefault(index.held_by_other_ranks[path], []).append(path)
         return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -18,18 +18,27 @@ from actorsnap.errors import (
     printable,
 )
 from actorsnap.log import Log
+from actorsnap.planning.index import Index, Wants
 from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.messages import CallKind, Label
-from actorsnap.protocol.restore import Comparison, ReadCost, Ready, RestoreDecisions, RestoreTotals
+from actorsnap.protocol.restore import (
+    Alike,
+    Comparison,
+    ReadCost,
+    Ready,
+    RestoreDecisions,
+    RestoreTotals,
+)
 from actorsnap.runtime.bars import Amount, shown
-from actorsnap.runtime.comparison import Compared, compare
+from actorsnap.runtime.comparison import Compared, compare, wanted_of
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import AppState, check_flag
-from actorsnap.runtime.reading import begins_anew, load_view
+from actorsnap.runtime.partial_index import PartialIndex
+from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.rounds import Rounds, call_together
 from actorsnap.runtime.shared_reads import RestoreReads
-from actorsnap.runtime.source import Source
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
 from actorsnap.runtime.team import Team, find_team
 from actorsnap.runtime.tracing import Observation, observe
 from actorsnap.state.restore.build import KeyRestore
@@ -220,19 +229,45 @@ def plan_restore(
 def _compare(
     rounds: Rounds, source: Source, app_state: AppState, observation: Observation
 ) -> Script[tuple[Compared, RestoreReads]]:
-    """Reads the index; compares once all ranks have the same."""
+    """Reads the index; compares once all ranks read the same."""
     validate_app_state(app_state)
-    index = yield from load_view(source, rounds.rank)
-    observation.attempt = index.attempt
+    begun = yield from _begin_index(source, rounds.rank)
+    attempt = begun.attempt if isinstance(begun, Index) else begun.commit.attempt
+    observation.attempt = attempt
     observation.caller.note(Work.INDEX)
-    ready = Ready(printable(source.location.display_url), index.attempt)
-    yield from rounds.arrive(msgspec.msgpack.encode(ready), then=Stage.COMPARE)
+    num_ranks = 1 if rounds.team is None else rounds.team.world_size
+    contents = b"" if isinstance(begun, Index) else begun.contents(num_ranks)
+    ready = Ready(printable(source.location.display_url), attempt, contents)
+    payload = yield from rounds.arrive(msgspec.msgpack.encode(ready), then=Stage.COMPARE)
     states = _state_dicts(app_state, rounds.team)
+    if isinstance(begun, Index):
+        index = begun
+    else:
+        alike = msgspec.msgpack.decode(payload, type=Alike).leaves if payload else ()
+        index = yield from _complete_index(source, begun, wanted_of(app_state, states), alike)
+        observation.caller.note(Work.INDEX)
     compared = compare(index, app_state, states, rank=rounds.rank, options=source.options)
     # Escaped names can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
     observation.caller.note(Work.COMPARE)
     return compared, RestoreReads(source, index, parts, rounds.team, observation)
+
+
+@begins_anew
+def _begin_index(source: Source, rank: int) -> Script[PartialIndex | Index]:
+    return (yield from source.perform("read", lambda opened: source.begin_index(opened, rank)))
+
+
+def _complete_index(
+    source: Source, begun: PartialIndex, wants: Wants, alike: Sequence[int]
+) -> Script[Index]:
+    async def read(opened: OpenSource) -> Index:
+        return await begun.complete(
+            *(opened.reader, opened.errands.run_blocking, wants, alike), at_once=MAX_SMALL_READS
+        )
+
+    attempt = begun.commit.attempt
+    return (yield from source.perform("read", read, attempt))
 
 
 def _state_dicts(app_state: AppState, team: Team | None) -> dict[str, Any]:

@@ -19,8 +19,10 @@ from actorsnap.format.foreign import HEAD_BYTES
 from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
+from actorsnap.runtime import partial_index
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, OnRetry, open_location
+from actorsnap.runtime.partial_index import PartialIndex
 from actorsnap.storage.base import Storage, for_each
 from actorsnap.storage.registry import folder_and_name
 
@@ -36,6 +38,7 @@ class _Cache:
 
     index: tuple[Commit, dict[int, RankManifest]] | None = None
     views: dict[int, Index] = field(default_factory=dict)
+    begun: PartialIndex | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +147,13 @@ class Source:
     def _open(self, host: Host, errands: AbandonableTasks) -> AbstractAsyncContextManager[Storage]:
         return opened_storage(host, self.location, errands)
 
-    def perform(self, op: str, work: Callable[[OpenSource], Awaitable[T]]) -> Script[T]:
-        """Runs ``work`` as an errand of one operation."""
+    def perform(
+        self, op: str, work: Callable[[OpenSource], Awaitable[T]], attempt: str | None = None
+    ) -> Script[T]:
+        """Runs ``work`` as an errand of one operation; see ``opened``."""
 
         async def step(host: Host) -> T:
-            async with self.opened(host, op) as opened:
+            async with self.opened(host, op, attempt) as opened:
                 return await opened.errands.run(work, opened)
 
         result: T = yield step
@@ -180,7 +185,29 @@ class Source:
 
     async def index(self, reader: SnapshotReader) -> tuple[Commit, dict[int, RankManifest]]:
         """Reads the commit object and all rank manifests, which are cached."""
+        return await self._index(reader, await reader.commit())
+
+    async def begin_index(self, opened: OpenSource, rank: int) -> PartialIndex | Index:
+        """Reads the commit object, and what ``rank`` needs before it knows what it wants.
+
+        Returns:
+            Index: The snapshot is of few ranks: all of it.
+        """
+        reader, run_blocking = opened.reader, opened.errands.run_blocking
         commit = await reader.commit()
+        if commit.world_size <= partial_index.FEW_RANKS:
+            _, manifests = await self._index(reader, commit)
+            if len(manifests) == 1:
+                return self.view(manifests, rank)
+            return await run_blocking(self.view, manifests, rank)
+        cache = self._cache
+        if cache.begun is None or cache.begun.commit != commit or cache.begun.rank != rank:
+            cache.begun = await PartialIndex.begin(reader, run_blocking, commit, rank)
+        return cache.begun
+
+    async def _index(
+        self, reader: SnapshotReader, commit: Commit
+    ) -> tuple[Commit, dict[int, RankManifest]]:
         cache = self._cache
         if cache.index is None or cache.index[0] != commit:
             manifests: dict[int, RankManifest] = {}

@@ -115,7 +115,7 @@ def read_one(
     path: str,
     out: object | None,
     allow_pickle: bool,
-    held_by_other_ranks: Mapping[str, tuple[int, ...]] = {},
+    held_by_other_ranks: Mapping[str, Sequence[int]] = {},
 ) -> KeyRestore:
     """Prepares the restore of one leaf, or of everything below a path.
 
@@ -158,7 +158,7 @@ def _check_out(out: object) -> None:
 
 
 def _resolve(
-    entries: Sequence[AnyEntry], path: str, held_by_other_ranks: Mapping[str, tuple[int, ...]]
+    entries: Sequence[AnyEntry], path: str, held_by_other_ranks: Mapping[str, Sequence[int]]
 ) -> str:
     """Returns the manifest's form of a typed path."""
     below = path + "/"

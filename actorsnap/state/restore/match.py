@@ -23,7 +23,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.planning.index import AnyEntry, ShardedEntry
+from actorsnap.planning.index import AnyEntry, Elsewhere, ShardedEntry
 from actorsnap.state import objects
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
 from actorsnap.state.restore.aliasing import TARGET_TYPES, Target
@@ -251,6 +251,34 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
     address: int | None = None
 
 
+class Interest:
+    """Tells which stored leaves a match with a target may want: these, and perhaps more.
+
+    Args:
+        target: None wants everything.
+    """
+
+    def __init__(self, root: str, target: Any, matching: Matching) -> None:
+        self._rules = Rules.of(root, target, matching)
+        self.targets = leaves_of(root, target)
+        # Of containers of the target.
+        self._above = {
+            path[:at]
+            for path in self.targets
+            for at, character in enumerate(path)
+            if character == "/"
+        }
+
+    def wants(self, path: str) -> bool:
+        path = path.partition("@")[0]
+        if path in self.targets or path in self._above:
+            return True
+        return not (self._rules.is_strict(path) or self._is_passed_over(path))
+
+    def _is_passed_over(self, path: str) -> bool:
+        return self._rules.matching is Matching.MODEL and self._rules.passes_over(path)
+
+
 @dataclass(frozen=True, slots=True)
 class Match:
     """Entries of a key, matched with the leaves of a target. Mappings are by path.
@@ -392,6 +420,9 @@ def _add_leaf(found: Match, entry: AnyEntry) -> None:
             stored = type(value).__qualname__
             if target is not _UNWANTED and not _is_mismatch(found, path, stored, target):
                 found.values[path] = value
+        case Elsewhere():
+            wanted = _find_target(found, entry)
+            assert wanted is _UNWANTED, f"{path!r} is wanted, and was not in the index"
 
 
 def _find_target(found: Match, entry: AnyEntry) -> Any:

@@ -27,6 +27,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.index import (
     AnyEntry,
+    Elsewhere,
     Index,
     ShardedEntry,
     _closure,
@@ -230,7 +231,7 @@ def _without_shards(
     """Replaces each sharded tensor by a plain leaf."""
     kept: dict[str, Entry] = {}
     for entry in entries:
-        if isinstance(entry, ShardedEntry) or (
+        if isinstance(entry, ShardedEntry | Elsewhere) or (
             isinstance(entry, TensorEntry) and entry.offsets is not None
         ):
             kept[entry.path] = ValueEntry(path=entry.path, replicated=is_replicated)
