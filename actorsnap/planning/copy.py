@@ -25,6 +25,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.packing import least_write_bytes
 from actorsnap.planning.restore import check_chunks
+from actorsnap.planning.survey import SurveyedObject
 
 
 class ByteRange(msgspec.Struct, frozen=True, gc=False):
@@ -62,29 +63,51 @@ class ObjectCopy(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The objects of a snapshot, except the commit object; manifests are written last.
 
-    ``data`` has the owner index, too.
+    Attributes:
+        sizes: Of data objects, by key.
+        whole: The owner index, if there is one, then the rank manifests.
     """
 
-    data: tuple[ObjectCopy, ...]
-    manifests: tuple[ObjectCopy, ...]
+    sizes: dict[str, int]
+    whole: tuple[ObjectCopy, ...]
 
     @property
-    def objects(self) -> tuple[ObjectCopy, ...]:
-        return (*self.data, *self.manifests)
+    def objects(self) -> Iterator[tuple[str, int]]:
+        """Yields keys and sizes."""
+        yield from self.sizes.items()
+        for each in self.whole:
+            yield each.key, each.size
 
     @property
     def total_bytes(self) -> int:
-        return sum(each.size for each in self.objects)
+        return sum(size for _, size in self.objects)
 
 
 def plan_copy(
-    read: Iterable[tuple[RankManifest, ManifestRecord]],
+    objects: Iterable[SurveyedObject],
+    manifests: Iterable[ManifestRecord],
     owners: tuple[str, bytes] | None = None,
 ) -> CopyPlan:
-    """Returns the objects to copy, from the rank manifests.
+    """Returns the objects to copy.
 
     Args:
         owners: The owner index, if there is one.
+    """
+    whole: list[ObjectCopy] = []
+    if owners is not None:
+        key, encoded = owners
+        whole.append(_whole(key, len(encoded), crc32c(encoded)))
+    whole += [_whole(each.key, each.size, each.crc32c) for each in manifests]
+    sizes = dict(chain.from_iterable(each.stored_objects for each in objects))
+    return CopyPlan(sizes=sizes, whole=tuple(whole))
+
+
+def _whole(key: str, size: int, crc: int) -> ObjectCopy:
+    return ObjectCopy(key=key, size=size, head=ByteRange(0, size, crc))
+
+
+def data_copies(manifests: Iterable[RankManifest], keys: Collection[str]) -> list[ObjectCopy]:
+    """Returns the copies of some data objects, from the manifests that list them.
 
     Raises:
         FormatError: Ranks contradict each other about an object, or some of its bytes belong to no
@@ -93,40 +116,32 @@ def plan_copy(
     records: dict[str, ObjectRecord] = {}
     chunks: dict[str, set[StoredChunk]] = {}
     data: dict[str, set[Stored]] = {}
-    whole: list[ObjectCopy] = []
-    for manifest, stored in read:
-        head = ByteRange(0, stored.size, stored.crc32c)
-        whole.append(ObjectCopy(key=stored.key, size=stored.size, head=head))
+    for manifest in manifests:
         for record in manifest.objects:
+            if record.key not in keys:
+                continue
             if not records.setdefault(record.key, record).is_like(record):
                 raise FormatError(key=record.key, detail="ranks disagree about its size or header")
             chunks.setdefault(record.key, set()).update(record.chunks)
             data.setdefault(record.key, set())
         for entry in manifest.entries:
             if isinstance(entry, TensorEntry | BytesEntry) and entry.data.start < entry.data.stop:
-                # The object's number differs between manifests of ranks that share a leaf.
-                at = msgspec.structs.replace(entry.data, object=0)
-                data[manifest.objects[entry.data.object].key].add(at)
+                key = manifest.objects[entry.data.object].key
+                if key in keys:
+                    # The object's number differs between manifests of ranks that share a leaf.
+                    data[key].add(msgspec.structs.replace(entry.data, object=0))
     copies: list[ObjectCopy] = []
     for key, record in records.items():
         if chunks[key]:
             copies += _chunk_objects(record, chunks[key])
         else:
             copies.append(_data_object(record, data[key]))
-    if owners is not None:
-        key, encoded = owners
-        head = ByteRange(0, len(encoded), crc32c(encoded))
-        copies.append(ObjectCopy(key=key, size=len(encoded), head=head))
-    return CopyPlan(data=tuple(copies), manifests=tuple(whole))
+    return copies
 
 
 def _chunk_objects(record: ObjectRecord, chunks: Collection[StoredChunk]) -> list[ObjectCopy]:
     return [
-        ObjectCopy(
-            key=chunk_key(record.key, chunk.start),
-            size=chunk.size,
-            head=ByteRange(0, chunk.size, chunk.crc32c),
-        )
+        _whole(chunk_key(record.key, chunk.start), chunk.size, chunk.crc32c)
         for chunk in check_chunks(record.key, record.size, chunks)
     ]
 
@@ -176,4 +191,4 @@ def reusable(plan: CopyPlan, found: Mapping[str, int], stored: Collection[str]) 
         stored: Keys that a copy has noted as complete.
     """
     noted = frozenset(stored)
-    return frozenset([o.key for o in plan.objects if o.key in noted and found.get(o.key) == o.size])
+    return frozenset([key for key, size in plan.objects if key in noted and found.get(key) == size])

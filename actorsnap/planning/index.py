@@ -36,7 +36,6 @@ from actorsnap.format.manifest import (
     ViewEntry,
     is_same_tensor,
 )
-from actorsnap.planning.restore import find_hole
 
 
 class Shard(msgspec.Struct, frozen=True, gc=False):
@@ -151,26 +150,6 @@ def index_of(manifests: Mapping[int, RankManifest], *, rank: int) -> Index:
     for manifest in manifests.values():
         builder.add(manifest)
     return builder.index()
-
-
-def holes(manifests: Iterable[RankManifest]) -> Iterator[FormatError]:
-    """Yields an error per path whose tensor the shards of all ranks do not cover."""
-    shards: dict[str, tuple[TensorEntry, set[Box]]] = {}
-    for manifest in manifests:
-        for entry in manifest.entries:
-            if isinstance(entry, TensorEntry) and entry.offsets is not None:
-                first, boxes = shards.setdefault(entry.path, (entry, set()))
-                if not is_same_tensor(first, entry):
-                    detail = "ranks have shards of different tensors under this path"
-                    yield FormatError(key=entry.path, detail=detail)
-                    continue
-                boxes.add(Box(entry.offsets, entry.shape))
-    for path, (first, boxes) in shards.items():
-        assert first.global_shape is not None
-        hole = find_hole(Box.whole(first.global_shape), sorted(boxes, key=lambda b: b.offsets))
-        if hole is not None:
-            detail = f"no shard has the elements from {hole.offsets} up to {hole.stops}"
-            yield FormatError(key=path, detail=detail)
 
 
 def contents_of(manifest: RankManifest, paths: Iterable[str]) -> bytes:

@@ -42,17 +42,20 @@ from actorsnap.planning.copy import (
     ByteRange,
     CopyPlan,
     ObjectCopy,
+    data_copies,
     plan_copy,
     reusable,
     split_writes,
 )
+from actorsnap.planning.survey import Batch, Survey, reduced
 from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.copy_claim import CopyClaim, naming_side
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag
 from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts, find_claims
+from actorsnap.runtime.manifests import ManifestStream
 from actorsnap.runtime.reading import begins_anew
-from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened_storage
+from actorsnap.runtime.source import OpenSource, Source, opened_storage
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 logger = Log(__name__)
@@ -180,8 +183,11 @@ class _Copy:
         self._reporting = anyio.Lock()
         self._attempt = ""  # these two are set by ``run``
         self._claim: CopyClaim
-        self._copied: list[ObjectCopy] = []
-        self._skipped: list[ObjectCopy] = []
+        self._stream: ManifestStream  # these three by ``_plan``
+        self._batches: list[Batch] = []
+        self._first: list[ObjectCopy] = []
+        self._num_copied = self._copied_bytes = 0
+        self._num_skipped = self._skipped_bytes = 0
         self._done_bytes = self._total_bytes = 0
         options, budget = opened.source.options, opened.host.resources.budget
         self._chunk_bytes = chunk_within(options.chunk_bytes, budget.limit_bytes)
@@ -194,10 +200,7 @@ class _Copy:
             ActorSnapError: nothing was committed; a later copy may resume.
         """
         with self._reading():
-            commit, manifests = await self._read_manifests()
-            found = await self.opened.reader.owners(commit)
-            owners = None if found is None else (owners_key(commit.attempt), found[1])
-            plan = await self._host.run_blocking(plan_copy, manifests, owners)
+            commit, plan = await self._plan()
         self._attempt = commit.attempt
         self._claim = CopyClaim(self._host, self.target, self.copier, commit.attempt, self._errands)
         there = CopyReport(attempt=commit.attempt, was_there=True)
@@ -227,22 +230,37 @@ class _Copy:
             return there
         return CopyReport(
             attempt=commit.attempt,
-            num_copied=len(self._copied),
-            copied_bytes=sum(each.size for each in self._copied),
-            num_skipped=len(self._skipped),
-            skipped_bytes=sum(each.size for each in self._skipped),
+            num_copied=self._num_copied,
+            copied_bytes=self._copied_bytes,
+            num_skipped=self._num_skipped,
+            skipped_bytes=self._skipped_bytes,
         )
 
-    async def _read_manifests(self) -> tuple[Commit, list[tuple[RankManifest, ManifestRecord]]]:
+    async def _plan(self) -> tuple[Commit, CopyPlan]:
         reader = self.opened.reader
         commit = await reader.commit()
-        found: dict[int, tuple[RankManifest, ManifestRecord]] = {}
+        survey, records = Survey(), list[ManifestRecord]()
 
-        async def read(rank: int) -> None:
-            found[rank] = await reader.recorded_manifest(commit, rank)
+        async def read(rank: int) -> tuple[RankManifest, ManifestRecord]:
+            return await reader.recorded_manifest(commit, rank)
 
-        await for_each(range(commit.world_size), read, at_once=MAX_SMALL_READS)
-        return commit, [found[rank] for rank in sorted(found)]
+        self._stream = ManifestStream(range(commit.world_size), read, self._host.run_blocking)
+        await self._stream.each(survey.add, on_record=records.append)
+        for error in survey.contradictions:
+            raise error
+        found = await reader.owners(commit)
+        owners = None if found is None else (owners_key(commit.attempt), found[1])
+        plan = plan_copy(survey.objects.values(), records, owners)
+        self._batches = [*survey.batches()]
+        # Of a small snapshot, all is checked before anything is written.
+        self._first = await self._copies_of(self._batches[0]) if self._batches else []
+        return commit, plan
+
+    async def _copies_of(self, batch: Batch) -> list[ObjectCopy]:
+        keys = frozenset(batch.keys)
+        parts: list[RankManifest] = []
+        await self._stream.each(lambda m: parts.append(reduced(m, keys)), batch.ranks)
+        return await self._host.run_blocking(data_copies, parts, keys)
 
     async def _perform(
         self, commit: Commit, plan: CopyPlan, earlier: Claims, overwrite: bool
@@ -250,8 +268,14 @@ class _Copy:
         self._total_bytes = plan.total_bytes
         await self._report_event(CopyEventKind.BEGUN)
         kept = await self._resume(plan, earlier)
-        await self._copy_all(plan.data, kept)
-        await self._copy_all(plan.manifests, kept)
+        for number, batch in enumerate(self._batches):
+            if number == 0:
+                copies, self._first = self._first, []
+            else:
+                with self._reading():
+                    copies = await self._copies_of(batch)
+            await self._copy_all(copies, kept)
+        await self._copy_all(plan.whole, kept)
         await self._check_complete(plan)
         replaced, was_vacant = await self._commit(commit, overwrite)
         logger.info("%s: committed a copy of %s", self.target.url, self._storage.url)
@@ -355,7 +379,7 @@ class _Copy:
                     logger.debug("%s: %s is gone", self.target.url, info.key)
             kept = reusable(plan, found, noted)
             # Some keys are not listed, but may exist partially.
-            keys = dict.fromkeys([*found, *(copied.key for copied in plan.objects)])
+            keys = dict.fromkeys([*found, *(key for key, _ in plan.objects)])
             await self.target.delete([key for key in keys if key not in kept])
         # The next resume needs these, too.
         self._claim.add(kept)
@@ -367,9 +391,10 @@ class _Copy:
         Raises:
             StorageError: objects are missing, or others may take this copy for dead.
         """
-        num_done = len(self._copied) + len(self._skipped)
-        if num_done != len(plan.objects):
-            raise self._incomplete("", f"{num_done} of {len(plan.objects)} objects")
+        num_done = self._num_copied + self._num_skipped
+        num_objects = len(plan.sizes) + len(plan.whole)
+        if num_done != num_objects:
+            raise self._incomplete("", f"{num_done} of {num_objects} objects")
         if lacking := await self._lacking(plan):
             raise StorageError(
                 op="copy",
@@ -382,7 +407,7 @@ class _Copy:
     async def _lacking(self, plan: CopyPlan) -> str | None:
         """Returns an object that is missing at the destination, or has another size there."""
         found = await self._sizes()
-        return next((c.key for c in plan.objects if found.get(c.key) != c.size), None)
+        return next((key for key, size in plan.objects if found.get(key) != size), None)
 
     async def _sizes(self) -> dict[str, int]:
         with self._writing():
@@ -421,11 +446,13 @@ class _Copy:
     async def _copy_all(self, objects: Sequence[ObjectCopy], kept: frozenset[str]) -> None:
         async def perform(copied: ObjectCopy) -> None:
             if copied.key in kept and await self._is_whole(copied):
-                self._skipped.append(copied)
+                self._num_skipped += 1
+                self._skipped_bytes += copied.size
                 await self._report_event(CopyEventKind.SKIPPED, copied.key, copied.size)
             else:
                 await self._copy_one(copied, is_left=copied.key in kept)
-                self._copied.append(copied)
+                self._num_copied += 1
+                self._copied_bytes += copied.size
                 await self._report_event(CopyEventKind.COPIED, copied.key, copied.size)
 
         at_once = self.target.capabilities.preferred_parallel_objects

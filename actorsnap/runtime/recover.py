@@ -38,10 +38,11 @@ from actorsnap.log import Log
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import check_flag
 from actorsnap.runtime.maintenance import find_attempts, find_claims, find_collectable
+from actorsnap.runtime.manifests import ManifestStream
 from actorsnap.runtime.process import host_id
-from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened_storage
-from actorsnap.runtime.verify import DataCheck
-from actorsnap.storage.base import Storage, for_each
+from actorsnap.runtime.source import OpenSource, Source, opened_storage
+from actorsnap.runtime.verify import DataCheck, index_progress
+from actorsnap.storage.base import Storage
 
 logger = Log(__name__)
 
@@ -152,7 +153,7 @@ class _Recovery:
         self._opened = opened
         self._storage = opened.storage
         self._call = call
-        self._sizes: list[int] = []  # of rank manifests; set by ``find``
+        self._sizes: list[int] = []  # of rank manifests
 
     async def find(
         self, progress: Callable[[int, int], None] | None
@@ -168,17 +169,16 @@ class _Recovery:
             await self._check_replaceable()
             chosen = await self._choose()
             await self._refuse_running(chosen.attempt)
-            manifests, records, problems = await self._read_manifests(chosen)
+            check = DataCheck(self._opened, level="full", progress=progress)
+            stream, commit, problems = await self._read_manifests(chosen, check, progress)
             if problems:
                 return problems
-            commit = await self._with_owners(_commit_of(chosen.attempt, manifests, records))
-            self._sizes = [record.size for record in records]
+            commit = await self._with_owners(commit)
             # Raises if this release could not read it.
             decode_commit(encode_commit(commit))
         except ChecksumMismatch as error:
             return [error]  # raised inside ``opened``, it would look like a deleted snapshot
-        check = DataCheck(self._opened, level="full", progress=progress)
-        if problems := await check.run(manifests, is_complete=True):
+        if problems := await check.run(stream, is_complete=True):
             return problems
         return commit, RecoverReport(
             attempt=commit.attempt,
@@ -356,43 +356,55 @@ class _Recovery:
             )
 
     async def _read_manifests(
-        self, chosen: _Candidate
-    ) -> tuple[list[RankManifest], tuple[ManifestRecord, ...], list[ActorSnapError]]:
+        self,
+        chosen: _Candidate,
+        check: DataCheck,
+        progress: Callable[[int, int], None] | None,
+    ) -> tuple[ManifestStream, Commit, list[ActorSnapError]]:
+        """Gives all manifests to ``check``; returns the commit object to write, and the damage."""
         reader, name = self._opened.reader, str(chosen.attempt)
-        found: dict[int, tuple[RankManifest, ManifestRecord]] = {}
         problems: list[ActorSnapError] = []
+        records: list[ManifestRecord] = []
+        saves: list[SaveRecord | None] = []  # of the first manifest
+        features: set[str] = set()
+        show = index_progress(len(chosen.ranks), progress)
 
-        async def read(rank: int) -> None:
+        async def read(rank: int) -> tuple[RankManifest, ManifestRecord] | None:
             try:
-                found[rank] = await reader.lone_manifest(manifest_key(name, rank))
+                return await reader.lone_manifest(manifest_key(name, rank))
             except FormatError as error:
                 problems.append(error)
+                return None
 
-        await for_each(chosen.ranks, read, at_once=MAX_SMALL_READS)
-        in_order = [found[rank] for rank in chosen.ranks if rank in found]
-        manifests = [manifest for manifest, _ in in_order]
-        records = tuple([record for _, record in in_order])
-        first = _common_record(manifests[0]) if manifests else None
-        for manifest, record in in_order:
-            if _common_record(manifest) != first:
+        def note(record: ManifestRecord) -> None:
+            records.append(record)
+            show(record)
+
+        def take(manifest: RankManifest) -> None:
+            save = None if isinstance(manifest.save, msgspec.UnsetType) else manifest.save
+            if not saves:
+                saves.append(save)
+            if _common_part(saves[0]) != _common_part(save):
                 detail = "it is of another save: world size, features, fsync or step differ"
-                problems.append(FormatError(key=record.key, detail=detail))
-        return manifests, records, problems
+                problems.append(FormatError(key=records[-1].key, detail=detail))
+            if save is None:
+                features.update(features_in([manifest]))
+            check.add(manifest)
+
+        stream = ManifestStream(chosen.ranks, read, self._opened.errands.run_blocking)
+        await stream.each(take, on_record=note)
+        save = saves[0] if saves else None
+        if save is None:
+            save = SaveRecord(world_size=len(records), features=tuple(sorted(features)))
+        self._sizes = [record.size for record in records]
+        commit = save.commit(
+            attempt=name,
+            created=chosen.attempt.created,
+            manifests=() if "tables" in save.features else tuple(records),
+        )
+        return stream, commit, problems
 
 
-def _common_record(manifest: RankManifest) -> SaveRecord | None:
-    """Returns the part that is equal on all ranks."""
-    if isinstance(manifest.save, msgspec.UnsetType):
-        return None
-    return msgspec.structs.replace(manifest.save, metadata={})
-
-
-def _commit_of(
-    attempt: Attempt, manifests: Sequence[RankManifest], records: tuple[ManifestRecord, ...]
-) -> Commit:
-    save = manifests[0].save
-    if isinstance(save, msgspec.UnsetType):
-        save = SaveRecord(world_size=len(manifests), features=features_in(manifests))
-    if "tables" in save.features:
-        records = ()
-    return save.commit(attempt=str(attempt), created=attempt.created, manifests=records)
+def _common_part(save: SaveRecord | None) -> SaveRecord | None:
+    """Returns what is equal on all ranks."""
+    return None if save is None else msgspec.structs.replace(save, metadata={})

@@ -24,6 +24,7 @@ from actorsnap.format.checksum import crc32c
 from actorsnap.format.manifest import (
     BytesEntry,
     Commit,
+    ManifestRecord,
     ObjectRecord,
     RankManifest,
     Stored,
@@ -31,13 +32,14 @@ from actorsnap.format.manifest import (
     TensorEntry,
 )
 from actorsnap.format.owners import owners_key
-from actorsnap.planning.index import holes
 from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.planning.restore import check_chunks
+from actorsnap.planning.survey import Batch, Survey, SurveyedObject, reduced
 from actorsnap.runtime.host import Script
+from actorsnap.runtime.manifests import ManifestStream
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
-from actorsnap.state.restore.verification import Doubtful, verify_entries
+from actorsnap.state.restore.verification import Doubtful, EntryCheck
 from actorsnap.state.sources import HostMemory
 from actorsnap.storage.base import for_each
 
@@ -90,21 +92,26 @@ def verify(
         reader = opened.reader
         commit = await reader.commit()
         problems: list[ActorSnapError] = []
-        manifests: dict[int, RankManifest] = {}
 
-        async def read(rank: int) -> None:
+        async def read(rank: int) -> tuple[RankManifest, ManifestRecord] | None:
             try:
-                manifests[rank] = await reader.manifest(commit, rank)
+                return await reader.recorded_manifest(commit, rank)
             except FormatError as error:
                 problems.append(error)
+                return None
 
-        await for_each(range(commit.world_size), read, at_once=MAX_SMALL_READS)
+        stream = ManifestStream(range(commit.world_size), read, opened.errands.run_blocking)
         check = DataCheck(opened, level=level, progress=progress)
-        problems += await check.run(
-            [manifests[rank] for rank in sorted(manifests)],
-            is_complete=len(manifests) == commit.world_size,
-        )
-        problems += await _check_owners(opened, commit, level, list(manifests.values()))
+        owners, wrong = await _read_owners(opened, commit, level)
+
+        def take(manifest: RankManifest) -> None:
+            check.add(manifest)
+            if owners is not None and (what := owners.difference(manifest)) is not None:
+                wrong.append(FormatError(key=owners_key(commit.attempt), detail=what))
+
+        await stream.each(take, on_record=index_progress(commit.world_size, progress))
+        problems += await check.run(stream, is_complete=not problems)
+        problems += wrong
         if problems:
             await reader.check_replaced()
         return VerifyReport(
@@ -117,29 +124,37 @@ def verify(
     return (yield from source.perform("verify", perform))
 
 
-async def _check_owners(
-    opened: OpenSource, commit: Commit, level: str, manifests: Sequence[RankManifest]
-) -> list[FormatError]:
-    """Returns why the owner index is of no use; a full check compares it with all manifests."""
+def index_progress(
+    world_size: int, progress: Callable[[int, int], None] | None
+) -> Callable[[ManifestRecord], None]:
+    """Returns what calls ``progress`` with the bytes of manifests, and an estimate of all."""
+    count = nbytes = 0
+
+    def note(record: ManifestRecord) -> None:
+        nonlocal count, nbytes
+        count, nbytes = count + 1, nbytes + record.size
+        if progress is not None:
+            progress(nbytes, nbytes * world_size // count)
+
+    return note
+
+
+async def _read_owners(
+    opened: OpenSource, commit: Commit, level: str
+) -> tuple[OwnerIndex | None, list[FormatError]]:
+    """Returns an index to compare with all manifests, if ``full``; or why it is of no use."""
     try:
         found = await opened.reader.owners(commit)
     except FormatError as error:
-        return [error]
+        return None, [error]
     if found is None or level == "quick":
-        return []
-    index = OwnerIndex(found[0], commit.world_size)
-
-    def compare() -> list[FormatError]:
-        key = owners_key(commit.attempt)
-        found = [index.difference(manifest) for manifest in manifests]
-        return [FormatError(key=key, detail=each) for each in found if each is not None]
-
-    return await opened.host.run_blocking(compare)
+        return None, []
+    return OwnerIndex(found[0], commit.world_size), []
 
 
 @dataclass(eq=False, repr=False)
 class DataCheck:
-    """Compares stored data with rank manifests.
+    """Compares stored data with rank manifests: ``add`` gets each of them, in order, then ``run``.
 
     Args:
         level, progress: See ``verify``.
@@ -159,40 +174,43 @@ class DataCheck:
         self._run_blocking = run_blocking = opened.errands.run_blocking
         self._pool = opened.fetcher(verify=True, run_blocking=run_blocking)
         self._unverified = opened.fetcher(verify=False, run_blocking=run_blocking)
+        self._survey = Survey()
+        self._entries = EntryCheck()
         self._held: dict[str, _HeldObject] = {}
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
         self.num_objects = 0
         self.nbytes = 0
 
-    async def run(
-        self, manifests: Sequence[RankManifest], *, is_complete: bool
-    ) -> list[ActorSnapError]:
+    def add(self, manifest: RankManifest) -> None:
+        """Blocks; for worker threads."""
+        self._survey.add(manifest)
+        if self.level == "full":
+            self._entries.add(manifest)
+
+    async def run(self, stream: ManifestStream, *, is_complete: bool) -> list[ActorSnapError]:
         """Returns the problems of ``VerifyReport``.
 
         Args:
-            manifests: In rank order.
-            is_complete: Otherwise only objects are checked.
+            is_complete: No manifest is missing. Otherwise only objects are checked.
 
         Raises:
             UnsupportedFormat: A package for the data is not installed.
             StorageError: Reading failed.
         """
-        problems: list[ActorSnapError] = []
-        self._held, contradictions = await self._run_blocking(_objects_in, manifests)
-        problems += contradictions
-        held = self._held.values()
+        survey = self._survey
+        problems: list[ActorSnapError] = [*survey.contradictions]
         if is_complete:
-            problems += await self._run_blocking(lambda: [*holes(manifests), *_gaps(held)])
-        self._total_bytes = sum(at.stop - at.start for each in held for _, at in each.leaves)
+            problems += await self._run_blocking(lambda: [*survey.holes()])
+        self._total_bytes = survey.leaf_bytes
         await self._run_blocking(self._count, 0)
         num_checked = 0
 
-        async def check(record: ObjectRecord) -> None:
+        async def check(key: str) -> None:
             nonlocal num_checked
             try:
-                with missing_is_damage(record.key):
-                    await self._check(record)
+                with missing_is_damage(key):
+                    await self._check(key)
                 num_checked += 1
             except UnsupportedFormat:
                 raise  # neither intact nor damaged
@@ -201,33 +219,55 @@ class DataCheck:
             except BaseExceptionGroup as group:
                 problems.append(_damage_in(group)[0])
 
-        records = [each.record for each in held]
         # The pool limits concurrent reads.
         parallel_objects = self.opened.storage.capabilities.preferred_parallel_objects
         at_once = parallel_objects if self.level == "full" else MAX_SMALL_READS
-        await for_each(records, check, at_once=at_once)
-        self.num_objects = len(records)
+        for batch in survey.batches():
+            if self._needs_leaves(batch):
+                await self._read_leaves(stream, batch)
+                if is_complete:
+                    problems += await self._run_blocking(lambda: [*_gaps(self._held.values())])
+            await for_each(batch.keys, check, at_once=at_once)
+            self._held = {}
+        self.num_objects = len(survey.objects)
         done, total = self._done_bytes, self._total_bytes
         if not problems and (
-            num_checked != len(records) or (self.level == "full" and done < total)
+            num_checked != self.num_objects or (self.level == "full" and done < total)
         ):
             raise StorageError(
                 op="verify",
                 key="",
                 backend=self.opened.source.location.display_url,
-                detail=f"only {num_checked} of {len(records)} objects and {done} of "
+                detail=f"only {num_checked} of {self.num_objects} objects and {done} of "
                 f"{total} bytes were compared, and nothing failed",
             )
         if self.level == "full" and is_complete:
-            found = await self._run_blocking(verify_entries, dict(enumerate(manifests)))
-            known = {getattr(problem, "key", "") for problem in problems}
-            problems += [error for error in found.problems.values() if error.key not in known]
-
-            async def build(leaf: Doubtful) -> None:
-                problems.extend(await self._build(leaf))
-
-            await for_each(found.doubtful.values(), build, at_once=1)
+            await self._check_entries(stream, problems)
         return problems
+
+    async def _check_entries(self, stream: ManifestStream, problems: list[ActorSnapError]) -> None:
+        entries = self._entries
+        await self._run_blocking(entries.try_common)
+        await stream.each(entries.try_rank)
+        known = {getattr(problem, "key", "") for problem in problems}
+        problems += [e for e in entries.found.problems.values() if e.key not in known]
+
+        async def build(leaf: Doubtful) -> None:
+            problems.extend(await self._build(leaf))
+
+        await for_each(entries.found.doubtful.values(), build, at_once=1)
+
+    def _needs_leaves(self, batch: Batch) -> bool:
+        objects = self._survey.objects
+        return self.level == "full" or any(objects[key].is_compressed for key in batch.keys)
+
+    async def _read_leaves(self, stream: ManifestStream, batch: Batch) -> None:
+        """Finds what the manifests have in the objects of a batch."""
+        keys = frozenset(batch.keys)
+        parts: list[RankManifest] = []
+        await stream.each(lambda m: parts.append(reduced(m, keys)), batch.ranks)
+        held = await self._run_blocking(_objects_in, parts)
+        self._held = {key: held[key] for key in batch.keys if key in held}
 
     def _count(self, nbytes: int) -> None:
         """Adds up worker threads' bytes for the caller's ``progress``."""
@@ -253,29 +293,31 @@ class DataCheck:
         # Mismatches are already reported, per object.
         return [error for error in found if not isinstance(error, ChecksumMismatch)]
 
-    async def _check(self, record: ObjectRecord) -> None:
-        await self._check_sizes(record)
+    async def _check(self, key: str) -> None:
+        record = self._survey.objects[key].record
+        await self._check_sizes(self._survey.objects[key])
         if self.level == "full":
             await read_intact(self.opened.storage, lambda: self._check_header(record))
             requests = [
                 RangeRequest(manifest, at, _NullSink(at.stop - at.start, self._count))
-                for manifest, at in self._held[record.key].leaves
+                for manifest, at in self._held[key].leaves
             ]
             await self._pool.fetch(requests)
             self.nbytes += record.size
 
-    async def _check_sizes(self, record: ObjectRecord) -> None:
-        if record.chunks:  # many keys
-            listed = self.opened.storage.list(f"{record.key}/")
+    async def _check_sizes(self, surveyed: SurveyedObject) -> None:
+        key = surveyed.record.key
+        if surveyed.is_compressed:  # many keys
+            listed = self.opened.storage.list(f"{key}/")
             found = {info.key: info.size async for info in listed}
         else:
-            found = {record.key: (await self.opened.storage.stat(record.key)).size}
-        for key, size in self._held[record.key].stored.items():
-            if key not in found:
-                raise ChecksumMismatch(key=key, detail="the object is missing")
-            if found[key] != size:
+            found = {key: (await self.opened.storage.stat(key)).size}
+        for stored, size in surveyed.stored_objects:
+            if stored not in found:
+                raise ChecksumMismatch(key=stored, detail="the object is missing")
+            if found[stored] != size:
                 raise ChecksumMismatch(
-                    key=key, detail=f"has {found[key]} bytes, was written with {size}"
+                    key=stored, detail=f"has {found[stored]} bytes, was written with {size}"
                 )
 
     async def _check_header(self, record: ObjectRecord) -> None:
@@ -284,7 +326,7 @@ class DataCheck:
             raise ChecksumMismatch(key=record.key, detail="the safetensors header differs")
 
     async def _read_header(self, record: ObjectRecord) -> bytes:
-        if not record.chunks:
+        if not self._survey.objects[record.key].is_compressed:
             return await self.opened.storage.get(record.key, 0, record.header_bytes)
         header = np.empty(record.header_bytes, np.uint8)
         sink = HostMemory(header.ctypes.data, len(header), header)
@@ -308,14 +350,6 @@ class _HeldObject:
     leaves: list[tuple[RankManifest, Stored]] = field(default_factory=list)
 
     @property
-    def stored(self) -> dict[str, int]:
-        return {
-            key: size
-            for manifest, number in self.parts
-            for key, size in manifest.objects[number].stored
-        }
-
-    @property
     def chunks(self) -> list[StoredChunk]:
         return [
             chunk for manifest, number in self.parts for chunk in manifest.objects[number].chunks
@@ -333,25 +367,18 @@ class _HeldObject:
         raise FormatError(key=self.record.key, detail="no chunk begins at 0")
 
 
-def _objects_in(
-    manifests: Sequence[RankManifest],
-) -> tuple[dict[str, _HeldObject], list[FormatError]]:
-    """Returns data objects by key, and an error per disagreement between ranks."""
+def _objects_in(manifests: Sequence[RankManifest]) -> dict[str, _HeldObject]:
     held: dict[str, _HeldObject] = {}
-    contradictions: list[FormatError] = []
     for manifest in manifests:
         for number, record in enumerate(manifest.objects):
             each = held.setdefault(record.key, _HeldObject(record))
             if each.record.is_like(record):
                 each.parts.append((manifest, number))
-            else:
-                detail = "ranks disagree about its size or header"
-                contradictions.append(FormatError(key=record.key, detail=detail))
         for entry in manifest.entries:
             if isinstance(entry, TensorEntry | BytesEntry):
                 leaves = held[manifest.objects[entry.data.object].key].leaves
                 leaves.append((manifest, entry.data))
-    return held, contradictions
+    return held
 
 
 def _gaps(held: Iterable[_HeldObject]) -> Iterator[FormatError]:

@@ -5,15 +5,12 @@ from __future__ import annotations
 from itertools import pairwise
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import FormatError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
-from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
-    ManifestRecord,
     ObjectRecord,
     RankManifest,
     Stored,
@@ -23,12 +20,10 @@ from actorsnap.planning.copy import (
     ByteRange,
     CopyPlan,
     ObjectCopy,
-    plan_copy,
+    data_copies,
     reusable,
     split_writes,
 )
-from actorsnap.planning.index import holes
-from tests.state.saved import Part, Saved
 
 _HEADER = 4096
 
@@ -81,18 +76,19 @@ def entry(start: int, stop: int, path: str = "x/a") -> TensorEntry:
     return TensorEntry(path=path, dtype="uint8", shape=shape, data=Stored(0, start, stop, (7,)))
 
 
-def plan(*manifests: RankManifest) -> CopyPlan:
-    return plan_copy([(each, ManifestRecord(key="A/m", size=1, crc32c=0)) for each in manifests])
+def copies(*manifests: RankManifest) -> list[ObjectCopy]:
+    return data_copies(manifests, ["A/data/x"])
 
 
 def test_what_ranks_share_is_copied_once() -> None:
     first, second = entry(_HEADER, _HEADER + 4), entry(_HEADER + 4, _HEADER + 8, "x/b")
-    (copied,) = plan(manifest(0, second, first), manifest(1, first)).data
+    (copied,) = copies(manifest(0, second, first), manifest(1, first))
     assert [(span.start, span.stop) for span in copied.spans()] == [
         (0, _HEADER),
         (_HEADER, _HEADER + 4),
         (_HEADER + 4, _HEADER + 8),
     ]
+    assert data_copies([manifest(0, second, first)], ["A/data/y"]) == []
 
 
 @pytest.mark.parametrize(
@@ -109,25 +105,12 @@ def test_what_ranks_share_is_copied_once() -> None:
 )
 def test_bytes_without_a_checksum_are_refused(manifests: list[RankManifest], says: str) -> None:
     with pytest.raises(FormatError, match=says):
-        plan(*manifests)
+        copies(*manifests)
 
 
 def test_only_what_was_noted_as_complete_is_kept() -> None:
-    data = tuple([ObjectCopy(key=key, size=8, head=ByteRange(0, 8, 0)) for key in "abcd"])
     found = {"a": 8, "b": 8, "c": 7, "other": 8}
-    plan = CopyPlan(data=data, manifests=())
+    whole = ObjectCopy(key="d", size=8, head=ByteRange(0, 8, 0))
+    plan = CopyPlan(sizes={"a": 8, "b": 8, "c": 8}, whole=(whole,))
     assert reusable(plan, found, ["a", "c", "d", "other"]) == {"a"}
-
-
-def test_holes_are_found_over_all_ranks() -> None:
-    def saved(*boxes: Box) -> list[FormatError]:
-        parts = [[Part("m/w", torch.zeros(box.sizes), box, (4, 2))] for box in boxes]
-        return list(holes(Saved(parts).manifests.values()))
-
-    top, bottom, left = Box((0, 0), (2, 2)), Box((2, 0), (2, 2)), Box((0, 0), (4, 1))
-    assert saved(top, bottom) == []
-    # Two meshes may cut tensors of one name differently: no element is missing.
-    assert saved(top, bottom, left) == []
-    (hole,) = saved(top, left)
-    assert hole.key == "m/w"
-    assert "from (2, 1) up to (4, 2)" in hole.detail
+    assert reusable(plan, found | {"d": 8}, ["c", "d"]) == {"d"}
