@@ -124,7 +124,7 @@ class OwnerIndex:
         alike: dict[object, set[int]] = {}
         for path in paths:
             boxes = wants.boxes.get(path)
-            if path in self._placed:
+            if path in self._placed and 0 not in self._placed[path][0]:  # of empty ones, any
                 shape, regions = self._placed[path]
                 key = shape, id(regions), boxes
                 if key not in alike:

@@ -27,6 +27,7 @@ from actorsnap import ActorSnapError, Options, StateDict
 from actorsnap import Snapshot as AsyncSnapshot
 from actorsnap.errors import StorageError
 from actorsnap.format.manifest import COMMIT_KEY
+from actorsnap.runtime import partial_index
 from actorsnap.runtime.broadcast import Broadcaster
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrapper import Wrapper, without_blocking_io
@@ -251,6 +252,7 @@ def many(me: Rank, path: str, saves: bool) -> dict[str, Any]:
     if saves:
         Snapshot.take(path, expected, options=SAVE)
     target, local = _many(me.world, is_filled=False)
+    partial_index.FEW_RANKS = 0  # else so few ranks read all manifests
     watch = Watch(before=lambda what: manifests.add(what) if "/manifest/" in str(what) else None)
     with faulty(watch):
         report = Snapshot(faulty_url(path), options=options("auto")).restore(target)

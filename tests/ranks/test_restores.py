@@ -112,17 +112,14 @@ def test_what_was_compressed_is_cut_otherwise(director: Director, tmp_path: Path
 @pytest.mark.few(1)
 def test_sixteen_ranks_save_and_twelve_and_one_restore(director: Director, tmp_path: Path) -> None:
     path = str(tmp_path / "s")
-    for num_ranks in (16, 12, 1):
+    for num_ranks, most in ((16, 8), (12, 12), (1, 16)):
         found = director.play("direct_many", num_ranks=num_ranks, path=path, saves=num_ranks == 16)
         for said in found:
             assert said["wrong"] == []
             assert said["step"] == 3
             assert said["is_complete"]
         read = [said["manifests"] for said in found]
-        if num_ranks == 16:
-            assert max(read) < 16, read
-        elif num_ranks == 1:
-            assert read == [16]
+        assert max(read) <= most, read
     assert Snapshot(path).verify("full").ok
 
 
