@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import redirect_stdout, suppress
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -143,12 +142,28 @@ def _measured(saved: tuple[Any, ...], loaded: tuple[Any, ...], rank: int) -> dic
 # Rows ---------------------------------------------------------------------------------------
 
 _WAYS: tuple[tuple[str, tuple[Any, ...], tuple[Any, ...], float], ...] = tuple(
-    [(f"{kind} 4,096 -> 4,096", (kind, 4096), (kind, 4096), 2.0) for kind in ("fsdp", "hsdp", "tp", "stages")]
-    + [(f"{kind} 4,096 -> 3,072", (kind, 4096), (kind, 3072), 4.0) for kind in ("fsdp", "hsdp", "tp", "stages")]
+    [
+        (f"{kind} 4,096 -> 4,096", (kind, 4096), (kind, 4096), 2.0)
+        for kind in ("fsdp", "hsdp", "tp", "stages")
+    ]
+    + [
+        (f"{kind} 4,096 -> 3,072", (kind, 4096), (kind, 3072), 4.0)
+        for kind in ("fsdp", "hsdp", "tp", "stages")
+    ]
     + [
         ("fsdp -> hsdp 4,096", ("fsdp", 4096), ("hsdp", 4096), 4.0),
-        ("fsdp 4,096 -> 4,096, Llama's shapes", ("fsdp", 4096, "llama"), ("fsdp", 4096, "llama"), 2.0),
-        ("fsdp 4,096 -> 3,072, Llama's shapes", ("fsdp", 4096, "llama"), ("fsdp", 3072, "llama"), 4.0),
+        (
+            "fsdp 4,096 -> 4,096, Llama's shapes",
+            ("fsdp", 4096, "llama"),
+            ("fsdp", 4096, "llama"),
+            2.0,
+        ),
+        (
+            "fsdp 4,096 -> 3,072, Llama's shapes",
+            ("fsdp", 4096, "llama"),
+            ("fsdp", 3072, "llama"),
+            4.0,
+        ),
     ]
 )
 
@@ -218,7 +233,6 @@ def row_large(setting: Setting) -> None:
         unit="growth of resident memory, seconds; from the call to the first read of data",
         runs=facts,
     )
-
 
 
 # All ranks ----------------------------------------------------------------------------------
@@ -441,10 +455,142 @@ def make(kind: str, ranks: int) -> int:
     job = simulated.Job(kind, ranks)
     simulated.scheme.snapshots.make(job, range(ranks))
     asked = simulated.Asked()
-    storage = simulated.SimulatedStorage(
-        simulated.scheme.snapshots, job, asked, is_filled=False
-    )
+    storage = simulated.SimulatedStorage(simulated.scheme.snapshots, job, asked, is_filled=False)
     return len(storage._objects)
+
+
+# Small jobs ---------------------------------------------------------------------------------
+
+BEFORE = os.environ.get("BENCH_BEFORE", "")
+"""Another checkout of this repository, to compare with."""
+
+SMALL_ROUNDS = 7
+
+
+def small_restores(here: Any, path: str) -> dict[str, Any]:
+    """In a rank: saves and restores 64 MiB in 90 tensors; seconds, requests and bytes."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    from actorsnap import Options, StateDict
+    from actorsnap.storage.base import Storage
+    from actorsnap.storage.registry import open_storage, register
+    from actorsnap.storage.wrapper import Wrapper, without_blocking_io
+    from actorsnap.sync import Snapshot
+
+    counts = {"requests": 0, "bytes": 0}
+
+    class Counted(Wrapper):
+        def __init__(self, inner: Storage) -> None:
+            super().__init__(inner)
+            self.capabilities = without_blocking_io(inner.capabilities)
+
+        async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+            found = await super().get(key, start, stop)
+            counts["requests"] += 1
+            counts["bytes"] += len(found)
+            return found
+
+        async def read_into(self, key: str, offset: int, views: Any) -> None:
+            await super().read_into(key, offset, views)
+            counts["requests"] += 1
+            counts["bytes"] += sum(map(len, views))
+
+    def open_counted(url: str, context: Any) -> Storage:
+        return Counted(open_storage(url.removeprefix("counted://"), context))
+
+    register("counted", open_counted)
+    mesh = init_device_mesh("cpu", (here.num_ranks,)) if here.num_ranks > 1 else None
+
+    def state(fill: float) -> dict[str, Any]:
+        tensors: dict[str, Any] = {}
+        for number in range(90):
+            whole = torch.full((256, 728), fill + number)
+            tensors[f"w{number}"] = whole
+            if mesh is not None:
+                tensors[f"w{number}"] = distribute_tensor(whole, mesh, [Shard(0)])
+        return {"model": StateDict(tensors), "loader": StateDict(position=here.rank)}
+
+    Snapshot.take(path, state(1.0), options=Options(fsync=False), overwrite=True)
+    target = state(0.0)
+    Snapshot(f"counted://{path}").restore(target)
+    counted = dict(counts)
+    seconds = []
+    for _ in range(SMALL_ROUNDS):
+        if mesh is not None:
+            dist.barrier()
+        begin_s = time.perf_counter()
+        Snapshot(path).restore(target)
+        if mesh is not None:
+            dist.barrier()
+        seconds.append(time.perf_counter() - begin_s)
+    last = target["model"]["w7"]
+    local = last if mesh is None else last.to_local()
+    if not bool(local.eq(8.0).all()):
+        raise RuntimeError("not what was saved")
+    return {"s": median(seconds), **counted}
+
+
+def small(ranks: int, root: str) -> dict[str, float]:
+    """In a child, maybe of another tree: all ranks together."""
+    from bench.local import folder
+    from bench.world import World
+
+    with folder(Path(root)) as path, World(ranks) as world:
+        found = world.call(small_restores, path=str(path / "s"))
+    return {
+        "s": max(each["s"] for each in found),
+        "requests": sum(each["requests"] for each in found),
+        "bytes": sum(each["bytes"] for each in found),
+    }
+
+
+def row_small(setting: Setting) -> None:
+    """Restores by 1 to 8 real ranks, in turns with another tree's."""
+    if not BEFORE:
+        note("small jobs: BENCH_BEFORE names no other tree")
+        return
+    ratios: dict[str, float | None] = {}
+    needs: dict[str, Need] = {}
+    facts: dict[str, Any] = {}
+    for ranks in (1, 2, 4, 8):
+        runs: dict[str, list[dict[str, float]]] = {"before": [], "after": []}
+        for turn in range(3):
+            for which in ("before", "after") if turn % 2 else ("after", "before"):
+                runs[which].append(_small_in(BEFORE if which == "before" else "", ranks, setting))
+        note(f"small, {ranks} ranks: {runs}")
+        facts[str(ranks)] = runs
+        for name, slack in (("s", 1.1), ("requests", 1.0), ("bytes", 1.01)):
+            after, before = [median(each[name] for each in runs[w]) for w in ("after", "before")]
+            ratios[f"{ranks} ranks: {name}"] = after / before
+            needs[f"{ranks} ranks: {name}"] = Need(slack, at_least=False)
+    emit("scale small jobs", ratios=ratios, needs=needs, missing={}, runs=facts)
+
+
+def _small_in(tree: str, ranks: int, setting: Setting) -> dict[str, float]:
+    """``small`` with ``actorsnap`` of a tree, and this file."""
+    code = (
+        "import json, sys; sys.path.insert(0, sys.argv[1]); import actorsnap; "
+        "from bench.scale import small; "
+        "print(json.dumps(small(int(sys.argv[2]), sys.argv[3])))"
+    )
+    here = str(Path(__file__).parents[1])
+    paths = [tree, here] if tree else [here]
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-c", code, paths[0], str(ranks), str(setting.tmpfs)],
+        env=environ,
+        cwd=paths[0],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-500:])
+    found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return found
 
 
 ROWS: dict[str, Callable[[Setting], None]] = {
@@ -454,4 +600,5 @@ ROWS: dict[str, Callable[[Setting], None]] = {
     "scale-one-process": row_one_process,
     "scale-read-object": row_read_object,
     "scale-commands": row_commands,
+    "scale-small": row_small,
 }

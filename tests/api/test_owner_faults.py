@@ -1,0 +1,270 @@
+"""Bad owner indices: an error that names the object, no wrong bytes, and bounded memory."""
+
+from __future__ import annotations
+
+import tracemalloc
+import zlib
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+import actorsnap
+from actorsnap import StateDict
+from actorsnap.errors import ChecksumMismatch, FormatError, IncompatibleState
+from actorsnap.format.manifest import COMMIT_KEY
+from actorsnap.format.owners import (
+    Grid,
+    Layout,
+    Listed,
+    MeshCut,
+    Owners,
+    RankBox,
+    decode_owners,
+    deflate_owners,
+    encode_owners,
+)
+from actorsnap.planning.shared_reads import ReadMode
+from actorsnap.protocol.restore import RestoreDecisions
+from actorsnap.runtime import maintenance
+from actorsnap.runtime.location import make_location, resolve_options
+from actorsnap.runtime.process import host_id
+from actorsnap.runtime.restore import restore_by
+from actorsnap.runtime.rounds import Alone
+from actorsnap.runtime.script import run_async
+from actorsnap.runtime.source import Source
+from actorsnap.storage.base import StorageContext
+from actorsnap.storage.registry import open_storage
+from actorsnap.testing import run_blocking_in_thread
+from tests.api.test_recover import files_in
+from tests.support.world import SimulatedSave
+
+RANKS = 20
+"""More than read all manifests anyway (``partial_index.FEW_RANKS``)."""
+
+_DEAD_PID = (1 << 22) + 1
+ATTEMPT = f"20260101T000000-{host_id()}-{_DEAD_PID}-89abcdef"
+KEY = f"{ATTEMPT}/owners.json"
+WHOLE = torch.arange(2 * RANKS * 3, dtype=torch.float32).reshape(2 * RANKS, 3)
+MIB = 1 << 20
+
+
+def state_of(rank: int, whole: torch.Tensor = WHOLE) -> dict[str, StateDict]:
+    mesh = DeviceMesh("cpu", torch.arange(RANKS), _init_backend=False, _rank=rank)
+    meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
+    local = whole[2 * rank : 2 * rank + 2].clone()
+    spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+    sharded = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    return {"model": StateDict(w=sharded), "own": StateDict(rank=rank)}
+
+
+async def saved_at(folder: Path) -> Path:
+    context = StorageContext(run_blocking=run_blocking_in_thread, durable=False)
+    storage = open_storage(str(folder), context)
+    world = SimulatedSave(
+        storages=[storage] * RANKS,
+        states=[state_of(rank) for rank in range(RANKS)],
+        run_blocking=run_blocking_in_thread,
+        attempt=ATTEMPT,
+    )
+    assert await world.run() == dict.fromkeys(range(RANKS))
+    await storage.aclose()
+    return folder
+
+
+async def restored(folder: Path, rank: int) -> torch.Tensor:
+    """Restores as one rank of many would; returns what it has of the tensor then."""
+    target = state_of(rank, torch.zeros_like(WHOLE))
+    source = Source(make_location(folder, None), resolve_options(None))
+    rounds = Alone(RestoreDecisions(mode=ReadMode.DIRECT), rank=rank)
+    await run_async(restore_by(rounds, source, target, strict=True))
+    assert target["own"]["rank"] == rank
+    local: torch.Tensor = target["model"]["w"].to_local()
+    return local
+
+
+async def copied(folder: Path) -> None:
+    target = folder.with_name("copy")
+    try:
+        await actorsnap.Snapshot(folder).copy_to(target)
+    finally:
+        assert not (target / COMMIT_KEY).exists()
+
+
+async def verified(folder: Path) -> None:
+    problems = (await actorsnap.Snapshot(folder).verify("full")).problems
+    if problems:
+        raise problems[0]
+
+
+CALLS: dict[str, Callable[[Path], Awaitable[Any]]] = {
+    "restore": lambda folder: restored(folder, 7),
+    "verify": verified,
+    "copy": copied,
+}
+
+
+# What is wrong
+
+
+def flipped(data: bytes) -> bytes:
+    return data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+
+
+def changed(
+    change: Callable[[Owners], Owners], attempt: str = ATTEMPT, world_size: int = RANKS
+) -> Callable[[bytes], bytes]:
+    def damage(data: bytes) -> bytes:
+        owners = decode_owners(data, attempt=ATTEMPT, world_size=RANKS)
+        return encode_owners(attempt, world_size, deflate_owners(change(owners)))
+
+    return damage
+
+
+def with_mesh(*axes: tuple[int, int], start: int = 0) -> Callable[[bytes], bytes]:
+    layout = Layout(Grid(start, axes), (MeshCut(0, 0),))
+    return changed(lambda owners: msgspec.structs.replace(owners, layouts=(layout,)))
+
+
+def with_shape(*shape: int) -> Callable[[bytes], bytes]:
+    def change(owners: Owners) -> Owners:
+        (placed,) = owners.placed
+        (tensor,) = placed.tensors
+        tensors = (msgspec.structs.replace(tensor, shape=shape),)
+        placed = msgspec.structs.replace(placed, tensors=tensors)
+        return msgspec.structs.replace(owners, placed=(placed,))
+
+    return changed(change)
+
+
+def one_box_more(owners: Owners) -> Owners:
+    """Says that rank 7 has the box of rank 8, too."""
+    listed = Listed("model/w", (RankBox(7, (16, 0), (2, 3)),))
+    return msgspec.structs.replace(owners, listed=(listed,))
+
+
+def bomb(data: bytes) -> bytes:
+    """Some KB that stand for a GiB."""
+    size = 1 << 30
+    packer = zlib.compressobj(9)
+    packed = b"".join([*[packer.compress(bytes(MIB)) for _ in range(4)], packer.flush()])
+    return encode_owners(ATTEMPT, RANKS, (size, packed))
+
+
+ABSURD: dict[str, Callable[[bytes], bytes]] = {
+    "a mesh of 2**60 ranks": with_mesh((1 << 60, 1)),
+    "a mesh of 2**40 x 2**40 ranks": with_mesh((1 << 40, 1 << 40), (1 << 40, 1)),
+    "a mesh of more ranks than saved": with_mesh((RANKS, 1), start=1),
+    "ranks that do not exist": with_mesh((2, RANKS)),
+    "a mesh of -1 ranks": with_mesh((-1, 1)),
+    "a step of -1": with_mesh((RANKS, -1)),
+    "a tensor of -1 rows": with_shape(-1, 3),
+    "a tensor of 2**40 x 2**40": with_shape(1 << 40, 1 << 40),
+    "a tensor of fewer dims than are cut": with_shape(),
+    "a bomb": bomb,
+}
+BAD: dict[str, tuple[Callable[[bytes], bytes] | None, type[FormatError]]] = {
+    "missing": (None, ChecksumMismatch),
+    "empty": (lambda data: b"", ChecksumMismatch),
+    "flipped": (flipped, ChecksumMismatch),
+    "cut off": (lambda data: data[:-20], ChecksumMismatch),
+    "of another attempt": (
+        changed(lambda owners: owners, attempt=ATTEMPT.replace("2026", "2025")),
+        FormatError,
+    ),
+    "of fewer ranks": (changed(lambda owners: owners, world_size=RANKS - 1), FormatError),
+    **{what: (damage, FormatError) for what, damage in ABSURD.items()},
+}
+CONTRADICTING = {
+    "a box more": changed(one_box_more),
+    "another shape": with_shape(2 * RANKS, 4),
+    "half of the rows": with_shape(RANKS, 3),
+    "another mesh": with_mesh((RANKS // 2, 2)),
+    "nothing": changed(lambda owners: Owners()),
+}
+
+
+def put(saved: Path, damage: Callable[[bytes], bytes] | None) -> None:
+    if damage is None:
+        (saved / KEY).unlink()
+    else:
+        (saved / KEY).write_bytes(damage((saved / KEY).read_bytes()))
+
+
+async def test_a_good_one(tmp_path: Path) -> None:
+    saved = await saved_at(tmp_path / "s")
+    for rank in (0, 7, RANKS - 1):
+        assert torch.equal(await restored(saved, rank), WHOLE[2 * rank : 2 * rank + 2])
+    assert torch.equal(await actorsnap.Snapshot(saved).read_object("model/w"), WHOLE)
+    await verified(saved)
+    await actorsnap.Snapshot(saved).copy_to(tmp_path / "copy")
+    assert files_in(tmp_path / "copy") == files_in(saved)
+
+
+@pytest.mark.parametrize("what", BAD)
+async def test_a_bad_one(tmp_path: Path, what: str) -> None:
+    saved = await saved_at(tmp_path / "s")
+    damage, kind = BAD[what]
+    put(saved, damage)
+    for name, call in CALLS.items():
+        tracemalloc.start()
+        try:
+            with pytest.raises(kind) as caught:
+                await call(saved)
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert caught.value.key == KEY, name
+        assert peak < 16 * MIB, name
+    await reads_right_or_names_it(saved)
+
+
+@pytest.mark.parametrize("what", CONTRADICTING)
+async def test_one_that_contradicts_a_manifest(tmp_path: Path, what: str) -> None:
+    saved = await saved_at(tmp_path / "s")
+    put(saved, CONTRADICTING[what])
+    if what == "nothing":  # no path to look for
+        with pytest.raises((FormatError, IncompatibleState)):
+            await restored(saved, 7)
+    else:
+        with pytest.raises(FormatError, match="contradict") as caught:
+            await restored(saved, 7)
+        assert caught.value.key == KEY
+    with pytest.raises(FormatError, match="according to the owner index"):
+        await verified(saved)
+    await reads_right_or_names_it(saved)
+
+
+async def reads_right_or_names_it(saved: Path) -> None:
+    """A call that reads all manifests does not need the index."""
+    try:
+        read = await actorsnap.Snapshot(saved).read_object("model/w")
+    except FormatError as error:
+        assert error.key == KEY
+    else:
+        assert torch.equal(read, WHOLE)
+
+
+@pytest.mark.parametrize("has_all_manifests", [False, True])
+async def test_it_is_garbage_without_the_commit(tmp_path: Path, has_all_manifests: bool) -> None:
+    """A crash between the index and the commit; with all manifests, it could be recovered."""
+    saved = await saved_at(tmp_path / "s")
+    (saved / COMMIT_KEY).unlink()
+    if not has_all_manifests:
+        (saved / ATTEMPT / "manifest" / "5.json").unlink()
+    assert (saved / KEY).exists()
+    source = Source(make_location(saved, None), resolve_options(None))
+    if has_all_manifests:
+        report = await run_async(maintenance.collect(source, force=False))
+        assert not report.deleted
+        report = await run_async(maintenance.collect(source, force=False, deletable=[ATTEMPT]))
+    else:
+        report = await run_async(maintenance.collect(source, force=False))
+    assert KEY in report.deleted
+    assert files_in(tmp_path) == {}
