@@ -32,6 +32,7 @@ KIB, MIB = 1 << 10, 1 << 20
 FOLDER = Path(os.environ.get("BENCH_SCALE_DIR", tempfile.gettempdir())) / "actorsnap-bench-scale"
 """Kept between runs: 1 GB of manifests."""
 
+KINDS = ("fsdp", "hsdp", "tp", "stages")
 SAMPLE = (0, 1, 0.37, 0.81, -1)
 """Ranks that are measured: numbers, or parts of all ranks."""
 
@@ -141,30 +142,20 @@ def _measured(saved: tuple[Any, ...], loaded: tuple[Any, ...], rank: int) -> dic
 
 # Rows ---------------------------------------------------------------------------------------
 
-_WAYS: tuple[tuple[str, tuple[Any, ...], tuple[Any, ...], float], ...] = tuple(
-    [
-        (f"{kind} 4,096 -> 4,096", (kind, 4096), (kind, 4096), 2.0)
-        for kind in ("fsdp", "hsdp", "tp", "stages")
-    ]
-    + [
-        (f"{kind} 4,096 -> 3,072", (kind, 4096), (kind, 3072), 4.0)
-        for kind in ("fsdp", "hsdp", "tp", "stages")
-    ]
-    + [
-        ("fsdp -> hsdp 4,096", ("fsdp", 4096), ("hsdp", 4096), 4.0),
+_LLAMA = "Llama's shapes"
+_WAYS: tuple[tuple[str, tuple[Any, ...], tuple[Any, ...], float], ...] = (
+    *[(f"{kind} 4,096 -> 4,096", (kind, 4096), (kind, 4096), 2.0) for kind in KINDS],
+    *[(f"{kind} 4,096 -> 3,072", (kind, 4096), (kind, 3072), 4.0) for kind in KINDS],
+    ("fsdp -> hsdp 4,096", ("fsdp", 4096), ("hsdp", 4096), 4.0),
+    *[
         (
-            "fsdp 4,096 -> 4,096, Llama's shapes",
+            f"fsdp 4,096 -> {loaded:,}, {_LLAMA}",
             ("fsdp", 4096, "llama"),
-            ("fsdp", 4096, "llama"),
-            2.0,
-        ),
-        (
-            "fsdp 4,096 -> 3,072, Llama's shapes",
-            ("fsdp", 4096, "llama"),
-            ("fsdp", 3072, "llama"),
-            4.0,
-        ),
-    ]
+            ("fsdp", loaded, "llama"),
+            x,
+        )
+        for loaded, x in ((4096, 2.0), (3072, 4.0))
+    ],
 )
 
 
@@ -213,7 +204,7 @@ def row_large(setting: Setting) -> None:
     needs: dict[str, Need] = {}
     facts: dict[str, Any] = {}
     missing: dict[str, str] = {}
-    for kind in ("fsdp", "hsdp", "tp", "stages"):
+    for kind in KINDS:
         note(f"8,192 ranks: {kind}")
         try:
             runs = [_measured((kind, 8192), (kind, 8192), rank) for rank in (1, 5000)]

@@ -513,8 +513,8 @@ class SimulatedStorage(Storage):
                 manifest = decode_rank_manifest(self._whole(key), key)
                 found.update((record.key, record.size) for record in manifest.objects)
             path.write_bytes(pickle.dumps(dict(sorted(found.items()))))
-        found = pickle.loads(path.read_bytes())
-        return found
+        sizes: dict[str, int] = pickle.loads(path.read_bytes())
+        return sizes
 
     def _file(self, key: str) -> Path:
         if key == owners_key(ATTEMPT):
