@@ -243,6 +243,8 @@ class IndexBuilder:
         self._containers: dict[str, ContainerEntry] = {}
         self._optimizers = dict(template.optimizers or {})
         self._order = _Order()
+        # Tensors of one shape are cut alike.
+        self._boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
         if is_own:
             self._entries = {entry.path: entry for entry in template.entries}
         self._template_paths = frozenset([entry.path for entry in template.entries])
@@ -283,14 +285,15 @@ class IndexBuilder:
         return {view.of for view in views if view.of not in self._entries}
 
     def index(self, *, alike: Iterable[str] | None = None, others: Iterable[str] = ()) -> Index:
-        """Returns the view of the rank.
+        """Returns the view of the rank; the builder is of no use any more.
 
         Args:
             alike: The private leaves that all ranks saved with equal content. None: they were
                 found among all manifests.
             others: Paths that all ranks may read; those without an entry are ``Elsewhere``.
         """
-        for path, joined in self._joined.items():
+        while self._joined:
+            path, joined = self._joined.popitem()
             own = self._entries.get(path)
             if own is None or _is_shard(own):
                 self._entries[path] = joined.entry(path, is_own=self._is_own)
@@ -325,7 +328,7 @@ class IndexBuilder:
         if is_template:
             numbers = list(range(len(objects)))
         is_alone = self._world_size == 1
-        wants, found, joined = self._wants, self._entries, self._joined
+        wants, found, joined, boxes = self._wants, self._entries, self._joined, self._boxes
 
         def renumber(data: Stored) -> Stored:
             number = numbers[data.object]
@@ -358,7 +361,11 @@ class IndexBuilder:
                         "under this path",
                     )
                 if wants is None or wants.has_part(path, entry.offsets, entry.shape):
-                    join.add(entry, renumber, is_template=is_template)
+                    place = entry.offsets, entry.shape
+                    box = boxes.get(place)
+                    if box is None:
+                        box = boxes[place] = Box(*place)
+                    join.add(box, entry.data, renumber, is_template=is_template)
             elif not (entry.replicated or is_alone) or path in found:
                 continue
             elif wants is not None and not wants.names(path):
@@ -486,16 +493,19 @@ class _Joined:
         self.from_template: list[Box] = []
 
     def add(
-        self, entry: TensorEntry, renumber: Callable[[Stored], Stored], *, is_template: bool
+        self,
+        box: Box,
+        data: Stored,
+        renumber: Callable[[Stored], Stored],
+        *,
+        is_template: bool,
     ) -> None:
-        assert entry.offsets is not None
-        box = Box(entry.offsets, entry.shape)
-        data = self.boxes.get(box)
-        if data is None:
-            self.boxes[box] = renumber(entry.data)
+        before = self.boxes.get(box)
+        if before is None:
+            self.boxes[box] = renumber(data)
             if is_template:
                 self.from_template.append(box)
-        elif data.crc32c != entry.data.crc32c:
+        elif before.crc32c != data.crc32c:
             self.disputed.add(box)
 
     def entry(self, path: str, *, is_own: bool) -> ShardedEntry:

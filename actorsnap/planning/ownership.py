@@ -140,8 +140,7 @@ class OwnerIndex:
 
     def _with_boxes(self, path: str, boxes: Sequence[Box] | None) -> Iterator[int]:
         for box in [None] if boxes is None else boxes:
-            for grid in self._boxes(path, box):
-                yield from grid
+            yield from chain.from_iterable(self._boxes(path, box))
 
     def _any_with_boxes(self, path: str, wants: Wants) -> tuple[Grid, ...]:
         """Returns ranks with any boxes of a tensor of which the rank may want none."""
@@ -181,7 +180,12 @@ class OwnerIndex:
                 found.update(kept.paths)
         for path in paths:
             places = self.places(path, rank)
-            if any(box is None or wants.has_part(path, box.offsets, box.sizes) for box in places):
+            if any(
+                box is None or wants.has_part(path, box.offsets, box.sizes) for box in places
+            ) or (
+                # Only its dtype and shape are wanted.
+                places and next(self._with_boxes(path, wants.boxes.get(path)), None) is None
+            ):
                 found.add(path)
                 if len(found) > _FEW_ENTRIES:
                     return None
