@@ -7,11 +7,20 @@ but for the rounds with them. Small jobs are real ranks, of this tree and of ano
 
 from __future__ import annotations
 
+import argparse
+import io
+import json
 import os
+import pickle
+import subprocess
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -132,28 +141,12 @@ def _measured(saved: tuple[Any, ...], loaded: tuple[Any, ...], rank: int) -> dic
 # Rows ---------------------------------------------------------------------------------------
 
 _WAYS: tuple[tuple[str, tuple[Any, ...], tuple[Any, ...], float], ...] = tuple(
-    [
-        (f"{kind} 4,096 -> 4,096", (kind, 4096), (kind, 4096), 2.0)
-        for kind in ("fsdp", "hsdp", "tp", "stages")
-    ]
-    + [
-        (f"{kind} 4,096 -> 3,072", (kind, 4096), (kind, 3072), 4.0)
-        for kind in ("fsdp", "hsdp", "tp", "stages")
-    ]
+    [(f"{kind} 4,096 -> 4,096", (kind, 4096), (kind, 4096), 2.0) for kind in ("fsdp", "hsdp", "tp", "stages")]
+    + [(f"{kind} 4,096 -> 3,072", (kind, 4096), (kind, 3072), 4.0) for kind in ("fsdp", "hsdp", "tp", "stages")]
     + [
         ("fsdp -> hsdp 4,096", ("fsdp", 4096), ("hsdp", 4096), 4.0),
-        (
-            "fsdp 4,096 -> 4,096, Llama's shapes",
-            ("fsdp", 4096, "llama"),
-            ("fsdp", 4096, "llama"),
-            2.0,
-        ),
-        (
-            "fsdp 4,096 -> 3,072, Llama's shapes",
-            ("fsdp", 4096, "llama"),
-            ("fsdp", 3072, "llama"),
-            4.0,
-        ),
+        ("fsdp 4,096 -> 4,096, Llama's shapes", ("fsdp", 4096, "llama"), ("fsdp", 4096, "llama"), 2.0),
+        ("fsdp 4,096 -> 3,072, Llama's shapes", ("fsdp", 4096, "llama"), ("fsdp", 3072, "llama"), 4.0),
     ]
 )
 
