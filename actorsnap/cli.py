@@ -19,7 +19,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Annotated
 
 import msgspec
@@ -43,8 +43,10 @@ from actorsnap.cli_calls import (
 from actorsnap.errors import (
     ChecksumMismatch,
     NotASnapshot,
+    SnapshotReplaced,
     UsageError,
 )
+from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.release import RELEASE
 from actorsnap.runtime import maintenance, reading, tracefile
 from actorsnap.runtime import recover as recovery
@@ -91,8 +93,20 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
     """List a snapshot's objects or, for a folder of snapshots, its snapshots."""
     with errors():
         source = make_source(path, option)
+        listed = output.JsonList()
+
+        def show(commit: Commit, manifest: RankManifest) -> None:
+            leaves = {p: leaf for p, leaf in output.leaves_of(manifest).items() if leaf.counts}
+            if not as_json:
+                output.print_columns([p, *output.describe(leaf)] for p, leaf in leaves.items())
+                return
+            if manifest.rank == 0:
+                listed.begin()
+            for each, leaf in leaves.items():
+                listed.add({"path": each, **leaf.as_json()})
+
         try:
-            _, manifests = run(reading.load_index(source))
+            run(reading.each_manifest(source, _only_one(source, show)))
         except NotASnapshot as error:
             found = run(maintenance.find_snapshots(source))
             if not found or error.found in ("unfinished", "foreign"):
@@ -104,11 +118,23 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
             else:
                 output.print_columns(output.snapshot_rows(found))
             return
-        leaves = {path: leaf for path, leaf in output.leaves_of(manifests).items() if leaf.counts}
         if as_json:
-            output.print_json([{"path": path, **leaf.as_json()} for path, leaf in leaves.items()])
-        else:
-            output.print_columns([path, *output.describe(leaf)] for path, leaf in leaves.items())
+            listed.end()
+
+
+def _only_one(
+    source: Source, look: Callable[[Commit, RankManifest], object]
+) -> Callable[[Commit, RankManifest], object]:
+    """Raises ``SnapshotReplaced`` if a snapshot is replaced after some of it was printed."""
+    attempts: list[str] = []
+
+    def checked(commit: Commit, manifest: RankManifest) -> None:
+        attempts[1:] = [commit.attempt]
+        if attempts[0] != commit.attempt:
+            raise SnapshotReplaced(url=source.location.display_url, is_deleted=False)
+        look(commit, manifest)
+
+    return checked
 
 
 @app.command()
@@ -122,16 +148,28 @@ def inspect(
 ) -> None:
     """Show the contents of a snapshot: a tree with shapes, dtypes and sizes."""
     with errors():
-        commit, manifests = run(reading.load_index(make_source(path, option)))
-        if as_json:
-            output.print_json(output.manifests_json(path, commit, manifests))
-            return
-        output.write_lines(output.overview(path, commit, manifests))
-        for rank, manifest in manifests.items():
-            root = output.tree_of(output.leaves_of({rank: manifest}))
-            if commit.world_size > 1:
-                root = output.Node(children={f"rank {rank}": root})
-            output.write_lines(output.draw_tree(root, depth or sys.maxsize))
+        source = make_source(path, option)
+        objects = output.DataObjects()
+        document = output.JsonManifests(path)
+        trees = output.Trees(depth or sys.maxsize)
+
+        def show(commit: Commit, manifest: RankManifest) -> None:
+            bar.close()
+            if as_json:
+                document.add(commit, objects, manifest)
+                return
+            if manifest.rank == 0:
+                output.write_lines(output.overview(path, commit, objects))
+            trees.add(commit, manifest)
+
+        def add(commit: Commit, manifest: RankManifest) -> None:
+            if manifest.rank == 0:
+                objects.clear()
+            objects.add(manifest)
+
+        with progress("reading") as bar:
+            run(reading.each_manifest(source, add, _only_one(source, show), progress=bar))
+        (document if as_json else trees).end()
 
 
 @app.command()
@@ -153,11 +191,9 @@ def verify(
             return
         source = make_source(path, option)
         report: VerifyReport
-        if full:
-            with progress("verifying") as update:
-                report = run(verification.verify(source, level="full", progress=update))
-        else:
-            report = run(verification.verify(source, level="quick"))
+        with progress("verifying") as update:
+            level = "full" if full else "quick"
+            report = run(verification.verify(source, level=level, progress=update))
         if as_json:
             problems = [str(problem) for problem in report.problems]
             output.print_json({"state": "ok" if report.ok else "damaged", "problems": problems})
@@ -180,18 +216,25 @@ def diff(
 ) -> None:
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
     with errors():
-        left, right = (
-            output.leaves_of(run(reading.load_index(make_source(path, option)))[1])
-            for path in (a, b)
-        )
-        both = left | right
-        rows = [
-            row for path in sorted(both) if (row := output.describe_difference(path, left, right))
-        ]
-        output.print_columns(rows)
-        leaves = output.count_of(sum(leaf.counts for leaf in both.values()), "leaf", "leaves")
-        if rows:
-            err.print(f"{output.count_of(len(rows), 'difference', 'differences')} in {leaves}")
+        num_leaves = num_rows = 0
+
+        def compare(rank: int, *manifests: RankManifest | None) -> None:
+            nonlocal num_leaves, num_rows
+            left, right = ({} if m is None else output.leaves_of(m) for m in manifests)
+            both = left | right
+            rows = [
+                row
+                for path in sorted(both)
+                if (row := output.describe_difference(path, left, right))
+            ]
+            output.print_columns(rows)
+            num_leaves += sum(leaf.counts for leaf in both.values())
+            num_rows += len(rows)
+
+        run(reading.each_pair(make_source(a, option), make_source(b, option), compare))
+        leaves = output.count_of(num_leaves, "leaf", "leaves")
+        if num_rows:
+            err.print(f"{output.count_of(num_rows, 'difference', 'differences')} in {leaves}")
             raise typer.Exit(1)
         output.write_lines([f"equal: {leaves}"])
 
@@ -318,7 +361,7 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
     deletable = complete if is_confirmed else []
     report = run(maintenance.collect(source, force=force, deletable=deletable))
     if not report.deleted and not report.kept and not report.left:
-        run(reading.load_index(source))  # raises if empty
+        run(reading.load_commit(source))  # raises if empty
     objects = output.count_of(len(report.deleted), "object", "objects")
     output.write_lines([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
@@ -412,11 +455,12 @@ def _write_file(path: str, data: bytes) -> None:
 def _what_to_delete(source: Source, path: str) -> str:
     """Damaged snapshots can be deleted, other folders cannot."""
     try:
-        commit, manifests = run(reading.load_index(source))
+        objects = output.DataObjects()
+        commit = run(reading.each_manifest(source, lambda _, manifest: objects.add(manifest)))
     except ChecksumMismatch:
         return f"the damaged snapshot {path}"
-    total = sum(record.size for record in output.data_objects(manifests))
-    return f"the snapshot {path} ({output.size_text(total)}, created {commit.created})"
+    size = output.size_text(objects.nbytes)
+    return f"the snapshot {path} ({size}, created {commit.created})"
 
 
 def _title(summary: tracefile.Summary) -> str:

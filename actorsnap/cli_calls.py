@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
@@ -112,14 +112,21 @@ def _exit_code(error: ActorSnapError, damaged: int) -> int:
     return 4
 
 
-@contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Shows a bar if stderr is a terminal. Call the result from any thread."""
-    amount = Amount(what, 0, 0)
+class Bar(Display):
+    """Call it from any thread."""
 
-    def update(done: int, total: int) -> None:
-        nonlocal amount
-        amount = Amount(what, done, total)
+    def __init__(self, what: str) -> None:
+        self._amount = Amount(what, 0, 0)
+        super().__init__(lambda: [self._amount], logs=False)
 
-    with Display(lambda: [amount], logs=False):
-        yield update
+    def __call__(self, done: int, total: int) -> None:
+        self._amount = self._amount._replace(done_bytes=done, total_bytes=total)
+
+    def close(self) -> None:
+        """Clears the terminal before the end of the call, for output."""
+        self.__exit__()
+
+
+def progress(what: str) -> Bar:
+    """Shows a bar if stderr is a terminal, in a ``with`` statement."""
+    return Bar(what)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,9 @@ from actorsnap.state.tree import flatten, parent_of, unflatten
 _MAX_VALUE = 60
 _MAX_ALIGNED = 60
 """Widest cell that moves the next column, in characters."""
+
+_MANY_RANKS = 8
+"""Of more ranks, trees that are alike are printed once."""
 
 _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -74,6 +77,26 @@ def print_columns(rows: Iterable[Sequence[str]]) -> None:
 
 def print_json(document: object) -> None:
     sys.stdout.write(json.dumps(document, indent=2) + "\n")
+
+
+class JsonList:
+    """Prints a list item by item, as ``print_json`` would."""
+
+    def __init__(self) -> None:
+        self._is_empty = True
+
+    def begin(self, before: str = "") -> None:
+        self._is_empty = True
+        sys.stdout.write(f"{before}[")
+
+    def add(self, item: object, indent: str = "  ") -> None:
+        sys.stdout.write("\n" if self._is_empty else ",\n")
+        self._is_empty = False
+        text = json.dumps(item, indent=2)
+        sys.stdout.write(indent + text.replace("\n", f"\n{indent}"))
+
+    def end(self, after: str = "\n", indent: str = "") -> None:
+        sys.stdout.write(f"]{after}" if self._is_empty else f"\n{indent}]{after}")
 
 
 def count_of(number: int, one: str, many: str) -> str:
@@ -141,19 +164,19 @@ def _is_same(ours: Entry, theirs: Entry) -> bool:
     return ours == theirs
 
 
-def leaves_of(manifests: dict[int, RankManifest]) -> dict[str, ListedLeaf]:
+def leaves_of(manifest: RankManifest) -> dict[str, ListedLeaf]:
     """Returns containers and leaves by ``<rank>/<path>``, in order."""
     leaves: dict[str, ListedLeaf] = {}
-    for rank, manifest in manifests.items():
-        by_name = named_entries(manifest)
-        for name, entry in by_name.items():
-            if parent_of(entry.path) == entry.path:
-                base = by_name[entry.of] if isinstance(entry, ViewEntry) else None
-                leaves[f"{rank}/{name}"] = ListedLeaf(entry, base=base)
-        for entry in manifest.entries:
-            parent = parent_of(entry.path)
-            if parent != entry.path:
-                leaves[f"{rank}/{parent}"].parts.append(entry)
+    rank = manifest.rank
+    by_name = named_entries(manifest)
+    for name, entry in by_name.items():
+        if parent_of(entry.path) == entry.path:
+            base = by_name[entry.of] if isinstance(entry, ViewEntry) else None
+            leaves[f"{rank}/{name}"] = ListedLeaf(entry, base=base)
+    for entry in manifest.entries:
+        parent = parent_of(entry.path)
+        if parent != entry.path:
+            leaves[f"{rank}/{parent}"].parts.append(entry)
     return leaves
 
 
@@ -245,40 +268,71 @@ def _label(name: str, node: Node) -> str:
     )
 
 
-def manifests_json(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> dict[str, Any]:
-    return {
-        "path": path,
-        "format_version": commit.version,
-        **_fields(commit, "created", "world_size", "attempt", "fsync", "step", "metadata"),
-        "objects": [msgspec.to_builtins(record) for record in data_objects(manifests)],
-        "entries": [
-            {"rank": rank, **msgspec.to_builtins(entry)}
-            for rank, manifest in manifests.items()
-            for entry in manifest.entries
-        ],
-    }
+class JsonManifests:
+    """Prints manifests as one document: all data objects, then the entries rank by rank."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._list = JsonList()
+        self._has_begun = False
+
+    def add(self, commit: Commit, objects: DataObjects, manifest: RankManifest) -> None:
+        if not self._has_begun:
+            self._has_begun = True
+            names = ("created", "world_size", "attempt", "fsync", "step", "metadata")
+            head = {
+                "path": self._path,
+                "format_version": commit.version,
+                **_fields(commit, *names),
+            }
+            sys.stdout.write(json.dumps(head, indent=2).removesuffix("\n}"))
+            self._list.begin(',\n  "objects": ')
+            for record in objects.records:
+                self._list.add(msgspec.to_builtins(record), "    ")
+            self._list.end("", "  ")
+            self._list.begin(',\n  "entries": ')
+        for entry in manifest.entries:
+            self._list.add({"rank": manifest.rank, **msgspec.to_builtins(entry)}, "    ")
+
+    def end(self) -> None:
+        self._list.end("\n}\n", "  ")
 
 
 def _fields(of: object, *names: str) -> dict[str, Any]:
     return {name: getattr(of, name) for name in names}
 
 
-def data_objects(manifests: dict[int, RankManifest]) -> list[ObjectRecord]:
-    """Each once, even if several ranks wrote it."""
-    found: dict[str, ObjectRecord] = {}
-    for manifest in manifests.values():
+class DataObjects:
+    """The data objects of all ranks, each once, even if several wrote it."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, ObjectRecord] = {}
+
+    def add(self, manifest: RankManifest) -> None:
         for record in manifest.objects:
-            chunks = {*found.get(record.key, record).chunks, *record.chunks}
-            ordered = sorted(chunks, key=lambda chunk: chunk.start)
-            found[record.key] = msgspec.structs.replace(record, chunks=tuple(ordered))
-    return list(found.values())
+            before = self._found.get(record.key)
+            if before is None:
+                self._found[record.key] = record
+            elif record.chunks:
+                chunks = sorted({*before.chunks, *record.chunks}, key=lambda chunk: chunk.start)
+                self._found[record.key] = msgspec.structs.replace(record, chunks=tuple(chunks))
+
+    def clear(self) -> None:
+        self._found = {}
+
+    @property
+    def records(self) -> Collection[ObjectRecord]:
+        return self._found.values()
+
+    @property
+    def nbytes(self) -> int:
+        return sum(record.size for record in self.records)
 
 
-def overview(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> Iterator[str]:
-    objects = data_objects(manifests)
-    total = sum(record.size for record in objects)
-    yield f"{path}  {size_text(total)} in {count_of(len(objects), 'data object', 'data objects')}"
-    stored = sum(size for record in objects for _, size in record.stored)
+def overview(path: str, commit: Commit, objects: DataObjects) -> Iterator[str]:
+    total, count = objects.nbytes, len(objects.records)
+    yield f"{path}  {size_text(total)} in {count_of(count, 'data object', 'data objects')}"
+    stored = sum(size for record in objects.records for _, size in record.stored)
     if stored != total:
         yield f"compressed to {size_text(stored)}, {stored / total:.0%}"
     yield f"created {commit.created}, world size {commit.world_size}, format {commit.version}"
@@ -290,8 +344,63 @@ def overview(path: str, commit: Commit, manifests: dict[int, RankManifest]) -> I
         yield f"metadata {json.dumps(commit.metadata, ensure_ascii=False)}"
 
 
+class Trees:
+    """Prints the tree of each rank.
+
+    Of many ranks, one whose leaves are those of an earlier rank, at other offsets or with other
+    values, is only counted.
+    """
+
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
+        self._shown: dict[int, tuple[int, str]] = {}
+        self._run: tuple[int, int, tuple[int, str]] | None = None
+
+    def add(self, commit: Commit, manifest: RankManifest) -> None:
+        rank = manifest.rank
+        alike = 0
+        if commit.world_size > _MANY_RANKS:
+            alike = hash(tuple(map(_outline_of, manifest.entries)))
+            if (like := self._shown.get(alike)) is not None:
+                if self._run is not None and self._run[2] == like:
+                    self._run = (self._run[0], rank, like)
+                else:
+                    self.end()
+                    self._run = (rank, rank, like)
+                return
+        self.end()
+        root = tree_of(leaves_of(manifest))
+        if alike:
+            leaves = count_of(root.num_leaves, "leaf", "leaves")
+            self._shown[alike] = rank, f"{leaves}, {size_text(root.nbytes)}"
+        if commit.world_size > 1:
+            root = Node(children={f"rank {rank}": root})
+        write_lines(draw_tree(root, self._max_depth))
+
+    def end(self) -> None:
+        if self._run is not None:
+            first, last, (like, sums) = self._run
+            ranks = f"rank {first}" if first == last else f"ranks {first} to {last}, each"
+            write_lines([f"{ranks} like rank {like}  ({sums})"])
+            self._run = None
+
+
+def _outline_of(entry: Entry) -> tuple[object, ...]:
+    """Returns what a tree shows of an entry, without values and offsets."""
+    match entry:
+        case TensorEntry():
+            return entry.path, entry.dtype, entry.shape
+        case BytesEntry():
+            return entry.path, entry.type, entry.data.stop - entry.data.start
+        case ContainerEntry():
+            return entry.path, entry.type
+        case ValueEntry():
+            return entry.path, ""
+    return entry.path, entry.dtype, entry.shape, type(entry)
+
+
 def describe_difference(
-    path: str, left: dict[str, ListedLeaf], right: dict[str, ListedLeaf]
+    path: str, left: Mapping[str, ListedLeaf], right: Mapping[str, ListedLeaf]
 ) -> list[str] | None:
     if path not in right:
         return [f"- {path}", *describe(left[path])]

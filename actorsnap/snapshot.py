@@ -369,15 +369,20 @@ class Snapshot(SnapshotHandle):
         )
 
     @async_call
-    async def get_manifest(self) -> dict[str, Entry]:
+    async def get_manifest(self, *, rank: int | None = None) -> dict[str, Entry]:
         """Returns every entry by ``"<rank>/<path>"``.
 
-        Several shards of a tensor that one rank stored are named ``"<rank>/<path>@<offsets>"``.
+        An entry takes about 1 KB of memory: all those of thousands of ranks take gigabytes. Several
+        shards of a tensor that one rank stored are named ``"<rank>/<path>@<offsets>"``.
+
+        Args:
+            rank: Only this rank's entries.
 
         Raises:
+            UsageError: No such rank.
             NotASnapshot, FormatError, StorageError: See ``restore``.
         """
-        return await self._run(reading.get_manifest(self._source))
+        return await self._run(reading.get_manifest(self._source, rank))
 
     @async_call
     async def get_state_dict_for_key(self, key: str) -> Any:
@@ -399,7 +404,7 @@ class Snapshot(SnapshotHandle):
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
         """
-        commit, _ = await self._run(reading.load_index(self._source))
+        commit = await self._run(reading.load_commit(self._source))
         return commit.metadata
 
     @property
@@ -410,7 +415,7 @@ class Snapshot(SnapshotHandle):
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
         """
-        commit, _ = await self._run(reading.load_index(self._source))
+        commit = await self._run(reading.load_commit(self._source))
         return commit.step
 
     @async_call

@@ -124,13 +124,13 @@ class Snapshot(SnapshotHandle):
     @property
     def metadata(self) -> dict[str, Any]:
         """The ``metadata`` passed to ``take``. Reads the commit object once."""
-        commit, _ = run_sync(reading.load_index(self._source), name="Snapshot.metadata")
+        commit = run_sync(reading.load_commit(self._source), name="Snapshot.metadata")
         return commit.metadata
 
     @property
     def step(self) -> int | None:
         """The ``step`` passed to ``take``, or None. Reads the commit object once."""
-        commit, _ = run_sync(reading.load_index(self._source), name="Snapshot.step")
+        commit = run_sync(reading.load_commit(self._source), name="Snapshot.step")
         return commit.step
 
 

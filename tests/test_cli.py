@@ -976,13 +976,13 @@ def test_commands_are_patient_unless_the_environment_says_otherwise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timeouts: list[float] = []
-    load = reading.load_index
+    each = reading.each_manifest
 
-    def noted(source: Source) -> Any:
+    def noted(source: Source, *looks: Any, **how: Any) -> Any:
         timeouts.append(source.options.timeout_s)
-        return load(source)
+        return each(source, *looks, **how)
 
-    monkeypatch.setattr(reading, "load_index", noted)
+    monkeypatch.setattr(reading, "each_manifest", noted)
     for _ in range(2):
         assert run("inspect", tmp_path).code == 3
         monkeypatch.setenv("ACTORSNAP_TIMEOUT_S", "7.5")

@@ -434,21 +434,21 @@ class IndexBuilder:
             return
         private = self._private if self._known_private is None else self._known_private
         lacking = [path for path in private if path not in self._entries]
-        broken = {parent for path in lacking for parent in _ancestors(path) if parent in lists}
+        broken = {parent for path in lacking for parent in ancestors(path) if parent in lists}
         if not broken:
             return
         for path in list(self._entries):
-            if not broken.isdisjoint(_ancestors(path.partition("@")[0])):
+            if not broken.isdisjoint(ancestors(path.partition("@")[0])):
                 del self._entries[path]
                 if "@" not in path:
                     self._private.setdefault(path, [range(self._world_size)])
 
     def _add_containers(self) -> None:
         """Adds the containers; for a rank that did not save, also empty ones."""
-        needed = {parent for path in self._entries for parent in _ancestors(path)}
+        needed = {parent for path in self._entries for parent in ancestors(path)}
         if not self._is_own:
             entries = self._template.entries
-            filled = {parent for entry in entries for parent in _ancestors(entry.path)}
+            filled = {parent for entry in entries for parent in ancestors(entry.path)}
             needed.update(entry.path for entry in entries if entry.path not in filled)
         for path, entry in self._containers.items():
             if path in needed:
@@ -574,7 +574,8 @@ class _Order:
             at = self._following[at]
 
 
-def _ancestors(path: str) -> Iterator[str]:
+def ancestors(path: str) -> Iterator[str]:
+    """Yields the paths above a path, the nearest first."""
     at = path.rfind("/")
     while at > 0:
         yield path[:at]

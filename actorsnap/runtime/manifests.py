@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import anyio
 
@@ -11,6 +12,9 @@ from actorsnap.format.manifest import ManifestRecord, RankManifest
 from actorsnap.planning.survey import BATCH_BYTES, memory_of
 from actorsnap.runtime.source import MAX_SMALL_READS
 from actorsnap.storage.base import RunBlocking, for_each
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(eq=False, repr=False)
@@ -44,23 +48,16 @@ class ManifestStream:
         Raises:
             ExceptionGroup: Errors of ``read`` and ``take``.
         """
-        chosen = self.ranks if ranks is None else ranks
-        turns = _Turns()
 
-        async def perform(turn: int) -> None:
-            rank = chosen[turn]
-            found = None if self._kept is None else self._kept.get(rank)
-            record = None
-            if found is None:
-                read = await self.read(rank)
-                if read is not None:
-                    found, record = read
-            await turns.wait(turn)
+        async def read(rank: int) -> tuple[RankManifest, ManifestRecord | None] | None:
+            kept = None if self._kept is None else self._kept.get(rank)
+            return await self.read(rank) if kept is None else (kept, None)
+
+        async def use(found: tuple[RankManifest, ManifestRecord | None] | None) -> None:
             if found is not None:
-                await self.run_blocking(self._take, found, record, take, on_record)
-            turns.end()
+                await self.run_blocking(self._take, *found, take, on_record)
 
-        await for_each(range(len(chosen)), perform, at_once=MAX_SMALL_READS)
+        await in_turn(self.ranks if ranks is None else ranks, read, use)
 
     def _take(
         self,
@@ -78,6 +75,36 @@ class ManifestStream:
         if record is not None and on_record is not None:
             on_record(record)
         take(manifest)
+
+
+def index_progress(
+    world_size: int, progress: Callable[[int, int], None] | None
+) -> Callable[[ManifestRecord], None]:
+    """Returns what calls ``progress`` with the bytes of manifests, and an estimate of all."""
+    count = nbytes = 0
+
+    def note(record: ManifestRecord) -> None:
+        nonlocal count, nbytes
+        count, nbytes = count + 1, nbytes + record.size
+        if progress is not None:
+            progress(nbytes, nbytes * world_size // count)
+
+    return note
+
+
+async def in_turn(
+    items: Sequence[T], read: Callable[[T], Awaitable[R]], use: Callable[[R], Awaitable[object]]
+) -> None:
+    """Reads some items at a time; uses one after the other, in order."""
+    turns = _Turns()
+
+    async def perform(turn: int) -> None:
+        found = await read(items[turn])
+        await turns.wait(turn)
+        await use(found)
+        turns.end()
+
+    await for_each(range(len(items)), perform, at_once=MAX_SMALL_READS)
 
 
 class _Turns:

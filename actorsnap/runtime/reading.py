@@ -3,22 +3,36 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+import msgspec
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.fetcher import RangeRequest
 from actorsnap.errors import SnapshotReplaced, UsageError, did_you_mean
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
-from actorsnap.format.manifest import Commit, Entry, RankManifest
+from actorsnap.format.manifest import Commit, Entry, ManifestRecord, RankManifest, ValueEntry
 from actorsnap.log import Log
-from actorsnap.planning.index import Index, named_entries, named_ranks
+from actorsnap.planning.index import (
+    Elsewhere,
+    Index,
+    ShardedEntry,
+    Wants,
+    ancestors,
+    named_entries,
+    named_ranks,
+)
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.source import Source
+from actorsnap.runtime.manifests import ManifestStream, in_turn, index_progress
+from actorsnap.runtime.partial_index import FEW_RANKS, PartialIndex
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore.aliasing import mark_written
 from actorsnap.state.restore.allocation import Wanted
-from actorsnap.state.restore.build import KeyRestore, prepare, read_one
+from actorsnap.state.restore.build import KeyRestore, prepare, read_one, resolve
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.tree import escape
 
@@ -26,6 +40,9 @@ logger = Log(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
+
+_MAX_SHARDS = 1 << 17
+"""Shards whose entries are in memory together."""
 
 _MAX_TRIES = 3
 """Tries, if the snapshot is replaced meanwhile."""
@@ -56,40 +73,105 @@ def begins_anew(
 
 
 @begins_anew
-def load_index(source: Source) -> Script[tuple[Commit, dict[int, RankManifest]]]:
-    return (yield from source.perform("read", lambda opened: source.index(opened.reader)))
+def load_commit(source: Source) -> Script[Commit]:
+    return (yield from source.perform("read", lambda opened: opened.reader.commit()))
 
 
-def load_view(source: Source, rank: int) -> Script[Index]:
-    """Reads the index as one rank sees it; merges manifests on a worker thread."""
-    _, manifests = yield from load_index(source)
-    return (yield from _view(source, manifests, rank))
+@begins_anew
+def each_manifest(
+    source: Source,
+    *looks: Callable[[Commit, RankManifest], object],
+    rank: int | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Script[Commit]:
+    """Calls each of ``looks`` with all rank manifests in rank order, or with one.
+
+    Few are in memory at a time. Calls are on worker threads; they see another commit object if the
+    snapshot was replaced meanwhile.
+
+    Args:
+        progress: Gets the bytes read for the first look, and an estimate of all.
+    """
+
+    async def perform(opened: OpenSource) -> Commit:
+        reader = opened.reader
+        commit = await reader.commit()
+        if rank is not None and not 0 <= rank < commit.world_size:
+            raise UsageError(f"the snapshot has the ranks 0 to {commit.world_size - 1}, not {rank}")
+
+        async def read(each: int) -> tuple[RankManifest, ManifestRecord]:
+            return await reader.recorded_manifest(commit, each)
+
+        ranks = range(commit.world_size) if rank is None else (rank,)
+        stream = ManifestStream(ranks, read, opened.errands.run_blocking)
+        note = index_progress(len(ranks), progress)
+        if commit.world_size <= FEW_RANKS:
+            await stream.each(lambda manifest: None)  # raises before the first look
+        for look in looks:
+            await stream.each(partial(look, commit), on_record=note)
+            note = index_progress(len(ranks), None)
+        return commit
+
+    return (yield from source.perform("read", perform))
 
 
-def _view(source: Source, manifests: dict[int, RankManifest], rank: int) -> Script[Index]:
-    if len(manifests) == 1:
-        return source.view(manifests, rank)
-    view: Index = yield lambda host: host.run_blocking(source.view, manifests, rank)
-    return view
-
-
-def get_manifest(source: Source) -> Script[dict[str, Entry]]:
+def get_manifest(source: Source, rank: int | None = None) -> Script[dict[str, Entry]]:
     """Returns all entries, by ``"<rank>/<path>"`` or ``"<rank>/<path>@<offsets>"``."""
-    _, manifests = yield from load_index(source)
-    return {
-        f"{rank}/{name}": entry
-        for rank, manifest in manifests.items()
-        for name, entry in named_entries(manifest).items()
-    }
+    if rank is not None and type(rank) is not int:
+        raise UsageError(f"rank must be an int, not {rank!r}")
+    found: dict[str, Entry] = {}
+
+    def take(_: Commit, manifest: RankManifest) -> None:
+        if manifest.rank == (rank or 0):
+            found.clear()
+        for name, entry in named_entries(manifest).items():
+            found[f"{manifest.rank}/{name}"] = entry
+
+    yield from each_manifest(source, take, rank=rank)
+    return found
+
+
+def each_pair(
+    left: Source,
+    right: Source,
+    take: Callable[[int, RankManifest | None, RankManifest | None], object],
+) -> Script[None]:
+    """Calls ``take`` with the manifests of each rank in two snapshots, ordered by rank as text."""
+
+    async def step(host: Host) -> None:
+        async with left.opened(host, "read") as one, right.opened(host, "read") as other:
+            commits: list[Commit] = []
+            for opened in (one, other):
+                with opened.source.naming():
+                    commits.append(await opened.reader.commit())
+
+            async def read(rank: int) -> list[Any]:
+                found: list[Any] = [rank]
+                for opened, commit in zip((one, other), commits, strict=True):
+                    with opened.source.naming():
+                        found.append(
+                            await opened.reader.manifest(commit, rank)
+                            if rank < commit.world_size
+                            else None
+                        )
+                return found
+
+            async def use(found: list[Any]) -> None:
+                await one.errands.run_blocking(take, *found)
+
+            ranks = sorted(range(max(commit.world_size for commit in commits)), key=str)
+            await one.errands.run(in_turn, ranks, read, use)
+
+    yield step
 
 
 @begins_anew
 def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
     """Returns the state dict of one stateful, in new CPU memory."""
-    index = yield from load_view(source, 0)
-    by_key = entries_by_key(index.entries)
+    view = yield from _begin(source, 0)
+    by_key = entries_by_key(view.index.entries)
     if key not in by_key:
-        for path, ranks in index.held_by_other_ranks.items():
+        for path, ranks in view.index.held_by_other_ranks.items():
             if path.partition("/")[0] == escape(key):
                 raise UsageError(
                     f"only {named_ranks(ranks)} saved the key {key!r}, each for itself; "
@@ -97,8 +179,12 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
                 )
         hint = did_you_mean(key, by_key) or f"it has {', '.join(map(repr, sorted(by_key)))}"
         raise UsageError(f"the snapshot has no key {key!r}; {hint}")
-    part = prepare(escape(key), by_key[key], target=None, allow_pickle=source.options.allow_pickle)
-    return (yield from _read(source, index, part))
+
+    def find(index: Index, root: str) -> KeyRestore:
+        entries = entries_by_key(index.entries)[key] if root == escape(key) else index.entries
+        return prepare(root, entries, target=None, allow_pickle=source.options.allow_pickle)
+
+    return (yield from _read_below(source, view, escape(key), find))
 
 
 @begins_anew
@@ -115,35 +201,144 @@ def read_object(
             f"memory_budget_bytes must be at least {MAX_BLOCK_BYTES} (one block), as an int, "
             f"not {memory_budget_bytes!r}"
         )
-    _, manifests = yield from load_index(source)
     rank, _, rest = path.partition("/")
-    number = 0
+    number, typed = 0, path
     if rank.isascii() and rank.isdecimal() and rest:
         # A rank: top-level keys that look like numbers are escaped.
-        if int(rank) not in manifests:
-            raise UsageError(f"{path!r}: the snapshot has the ranks 0 to {len(manifests) - 1}")
         number, path = int(rank), rest
-    index = yield from _view(source, manifests, number)
-    part = read_one(
-        index.entries, path, out, source.options.allow_pickle, index.held_by_other_ranks
+    view = yield from _begin(source, number)
+    if number >= view.index.world_size:
+        raise UsageError(f"{typed!r}: the snapshot has the ranks 0 to {view.index.world_size - 1}")
+    root = resolve(view.index.entries, path, view.index.held_by_other_ranks)
+
+    def find(index: Index, root: str) -> KeyRestore:
+        return read_one(
+            index.entries, root, out, source.options.allow_pickle, index.held_by_other_ranks
+        )
+
+    owns_memory = out is None
+    return (
+        yield from _read_below(
+            source, view, root, find, memory_budget_bytes, owns_memory=owns_memory
+        )
     )
-    return (yield from _read(source, index, part, memory_budget_bytes, owns_memory=out is None))
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """What a rank may read.
+
+    Attributes:
+        begun: None if the index is whole; else leaves of others are ``Elsewhere`` in it.
+    """
+
+    index: Index
+    begun: PartialIndex | None
+
+
+def _begin(source: Source, rank: int) -> Script[_View]:
+    async def read(opened: OpenSource) -> _View:
+        begun = await source.begin_index(opened, rank)
+        if isinstance(begun, Index):
+            return _View(begun, None)
+        wants = Wants(lambda path: False, {})
+        return _View(await _complete(opened, begun, wants), begun)
+
+    return (yield from source.perform("read", read))
+
+
+async def _complete(opened: OpenSource, begun: PartialIndex, wants: Wants) -> Index:
+    return await begun.complete(
+        opened.reader, opened.errands.run_blocking, wants, at_once=MAX_SMALL_READS
+    )
+
+
+def _look_below(
+    source: Source, begun: PartialIndex, roots: Iterable[str], unread: Iterable[str] = ()
+) -> Script[Index]:
+    """Returns the index with everything at and below the paths.
+
+    Args:
+        unread: Tensors whose shards are not wanted.
+    """
+    exact = set(roots)
+    above = {parent for root in exact for parent in ancestors(root)}
+
+    @cache
+    def names(path: str) -> bool:
+        path = path.partition("@")[0]
+        return path in exact or path in above or any(each in exact for each in ancestors(path))
+
+    wants = Wants(names, {path: () for path in unread})
+    return (
+        yield from source.perform(
+            "read", lambda opened: _complete(opened, begun, wants), begun.commit.attempt
+        )
+    )
+
+
+def _read_below(
+    source: Source,
+    view: _View,
+    root: str,
+    find: Callable[[Index, str], KeyRestore],
+    memory_budget_bytes: int | None = None,
+    *,
+    owns_memory: bool = True,
+) -> Script[Any]:
+    """Reads what ``find`` allocates; of many shards, some tensors after the other."""
+    read = partial(_read, source, memory_budget_bytes=memory_budget_bytes, owns_memory=owns_memory)
+    begun = view.begun
+    if begun is None:
+        part = find(view.index, root)
+        yield from read(view.index, [part])
+        return part.build()
+    below = f"{root}/"
+    unread = [
+        entry.path
+        for entry in view.index.entries
+        if isinstance(entry, Elsewhere | ShardedEntry)
+        and (entry.path.startswith(below) or entry.path == root)
+    ]
+    at_once = max(1, _MAX_SHARDS // view.index.world_size)
+    if len(unread) <= at_once:
+        index = yield from _look_below(source, begun, [root])
+        part = find(index, root)
+        yield from read(index, [part])
+        return part.build()
+    index = yield from _look_below(source, begun, [root], unread)
+    sharded = [entry.path for entry in index.entries if isinstance(entry, ShardedEntry)]
+    left = [path for path in sharded if path.startswith(below)]
+    index = _with_values_for(index, frozenset(left))
+    part = find(index, root)
+    yield from read(index, [part])
+    for at in range(0, len(left), at_once):
+        paths = left[at : at + at_once]
+        index = yield from _look_below(source, begun, paths)
+        found = {path: find(index, path) for path in paths}
+        yield from read(index, list(found.values()))
+        part.match.values.update({path: each.build() for path, each in found.items()})
+    return part.build()
+
+
+def _with_values_for(index: Index, paths: Collection[str]) -> Index:
+    entries = [ValueEntry(path=e.path) if e.path in paths else e for e in index.entries]
+    return msgspec.structs.replace(index, entries=tuple(entries))
 
 
 def _read(
     source: Source,
     index: Index,
-    part: KeyRestore,
-    memory_budget_bytes: int | None = None,
+    parts: Sequence[KeyRestore],
     *,
+    memory_budget_bytes: int | None = None,
     owns_memory: bool = True,
-) -> Script[Any]:
-    mark([part])
-    wanted = part.memory.reads
+) -> Script[None]:
+    mark(parts)
+    wanted = [want for part in parts for want in part.memory.reads]
     yield lambda host: fetch_wanted(
         host, source, index, wanted, memory_budget_bytes, owns_memory=owns_memory
     )
-    return part.build()
 
 
 def mark(parts: Iterable[KeyRestore]) -> None:

@@ -38,10 +38,10 @@ from actorsnap.log import Log
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import check_flag
 from actorsnap.runtime.maintenance import find_attempts, find_claims, find_collectable
-from actorsnap.runtime.manifests import ManifestStream
+from actorsnap.runtime.manifests import ManifestStream, index_progress
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import OpenSource, Source, opened_storage
-from actorsnap.runtime.verify import DataCheck, index_progress
+from actorsnap.runtime.verify import DataCheck
 from actorsnap.storage.base import Storage
 
 logger = Log(__name__)

@@ -36,7 +36,7 @@ from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.planning.restore import check_chunks
 from actorsnap.planning.survey import Batch, Survey, SurveyedObject, reduced
 from actorsnap.runtime.host import Script
-from actorsnap.runtime.manifests import ManifestStream
+from actorsnap.runtime.manifests import ManifestStream, index_progress
 from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
 from actorsnap.state.restore.verification import Doubtful, EntryCheck
@@ -122,21 +122,6 @@ def verify(
         )
 
     return (yield from source.perform("verify", perform))
-
-
-def index_progress(
-    world_size: int, progress: Callable[[int, int], None] | None
-) -> Callable[[ManifestRecord], None]:
-    """Returns what calls ``progress`` with the bytes of manifests, and an estimate of all."""
-    count = nbytes = 0
-
-    def note(record: ManifestRecord) -> None:
-        nonlocal count, nbytes
-        count, nbytes = count + 1, nbytes + record.size
-        if progress is not None:
-            progress(nbytes, nbytes * world_size // count)
-
-    return note
 
 
 async def _read_owners(

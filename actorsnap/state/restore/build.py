@@ -130,7 +130,7 @@ def read_one(
         IncompatibleState: ``out`` has another kind, dtype or shape.
         FormatError: See ``prepare``.
     """
-    root = _resolve(entries, path, held_by_other_ranks)
+    root = resolve(entries, path, held_by_other_ranks)
     if out is not None:
         _check_out(out)
     restore = prepare(
@@ -157,10 +157,14 @@ def _check_out(out: object) -> None:
         raise UsageError("out is read-only, or its elements share memory; pass a copy")
 
 
-def _resolve(
+def resolve(
     entries: Sequence[AnyEntry], path: str, held_by_other_ranks: Mapping[str, Sequence[int]]
 ) -> str:
-    """Returns the manifest's form of a typed path."""
+    """Returns the manifest's form of a typed path.
+
+    Raises:
+        UsageError: There is none, or several.
+    """
     below = path + "/"
     meant: set[str] = set()
     seen: set[str] = set()
