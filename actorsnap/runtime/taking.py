@@ -75,6 +75,9 @@ class TakeCall:
 
     Attributes:
         refusal: Fails the save on all ranks before it calls ``state_dict``.
+        capture: Replaces the capture of ``app_state``. Its error fails the save on all ranks.
+        joins_within_s: After this time, ranks that have not made the call fail it; None:
+            ``Options.timeout_s``.
     """
 
     path: str | os.PathLike[str]
@@ -91,6 +94,8 @@ class TakeCall:
     store: Any
     refusal: Exception | None = None
     progress: bool = False
+    capture: Callable[[], Captured] | None = None
+    joins_within_s: float | None = None
     begun_s: float = field(default_factory=time.monotonic)
 
 
@@ -176,13 +181,16 @@ def _prepare(
         open_ready_location(host, location, fsync=options.fsync)
     else:
         yield lambda host: open_location(host, location, fsync=options.fsync)
-    captured = capture(
-        call.app_state,
-        replicated=replicated,
-        allow_pickle=options.allow_pickle,
-        ranks=ranks,
-        rank=ranks[0 if membership is None else membership.team.rank],
-    )
+    if call.capture is not None:
+        captured = call.capture()
+    else:
+        captured = capture(
+            call.app_state,
+            replicated=replicated,
+            allow_pickle=options.allow_pickle,
+            ranks=ranks,
+            rank=ranks[0 if membership is None else membership.team.rank],
+        )
     fence = None
     if call.stage == "lazy":
         leaves = captured.leaves
@@ -267,7 +275,12 @@ def _is_same(there: Any, here: Any) -> bool:
 def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Save]:
     """Like ``_prepare``, but an error becomes a save that fails on all ranks."""
     options = call.options if isinstance(call.options, Options) else Options()
-    membership = team.join(_label_of(call, is_async), options, begun_s=call.begun_s)
+    membership = team.join(
+        _label_of(call, is_async),
+        options,
+        begun_s=call.begun_s,
+        joins_within_s=call.joins_within_s,
+    )
     try:
         return (yield from _prepare(call, is_async, team.ranks, membership))
     except Exception as error:
