@@ -78,6 +78,7 @@ class TakeCall:
         capture: Replaces the capture of ``app_state``. Its error fails the save on all ranks.
         joins_within_s: After this time, ranks that have not made the call fail it; None:
             ``Options.timeout_s``.
+        nonce: See ``Label``.
     """
 
     path: str | os.PathLike[str]
@@ -96,6 +97,7 @@ class TakeCall:
     progress: bool = False
     capture: Callable[[], Captured] | None = None
     joins_within_s: float | None = None
+    nonce: str = ""
     begun_s: float = field(default_factory=time.monotonic)
 
 
@@ -298,7 +300,8 @@ def _label_of(call: TakeCall, is_async: bool) -> Label | None:
     """None for bad input, which ``_prepare`` refuses."""
     kind = CallKind.ASYNC_TAKE if is_async else CallKind.TAKE
     try:
-        return Label(kind, make_location(call.path, None).canonical, check_step(call.step))
+        url = make_location(call.path, None).canonical
+        return Label(kind, url, check_step(call.step), call.nonce)
     except Exception:  # __fspath__ may raise anything
         return None
 

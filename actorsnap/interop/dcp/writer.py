@@ -58,15 +58,18 @@ BYTES_IO = "actorsnap.BytesIO"
 class Ticket:
     """A rank's place in a save; sent to it by the coordinator, in its plan.
 
-    DCP's planners may return a cached plan with the ticket of an earlier save, so it holds nothing
-    that differs between saves.
+    DCP's planners may return a cached plan, with the ticket of an earlier save, on some ranks or on
+    all. So a new nonce is given only if all ranks get new plans.
 
     Attributes:
         ranks: Global ranks, in the order of the plans.
+        nonce: Equal on all ranks. If a rank failed before ``write_data``, it tells the next save
+            from the one that the others ended without it.
     """
 
     rank: int
     ranks: tuple[int, ...]
+    nonce: str
 
 
 class ActorsnapWriter(ActorsnapStager, StorageWriter):
@@ -154,7 +157,12 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         ranks = _ranks_of(plans)
-        return [replace(plan, storage_data=Ticket(rank, ranks)) for rank, plan in enumerate(plans)]
+        if ranks not in _nonces or all(plan.usable for plan in plans):
+            _nonces[ranks] = uuid.uuid4().hex
+        return [
+            replace(plan, storage_data=Ticket(rank, ranks, _nonces[ranks]))
+            for rank, plan in enumerate(plans)
+        ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Saves the plans of all ranks; returns when the snapshot is committed.
@@ -165,6 +173,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         """
         if self.path is None:
             raise UsageError("ActorsnapWriter has no path: pass it, or checkpoint_id=")
+        ticket: Ticket = plan.storage_data
         sizes: dict[Any, int] = {}
         options = resolve_options(self.options)
         call = taking.TakeCall(
@@ -177,7 +186,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
             metadata=self.metadata | Mark(flat=plan.planner_data is not None).metadata(),
             storage_options=self.storage_options,
             options=self.options,
-            group=self._group(plan.storage_data),
+            group=self._group(ticket),
             store=None,
             capture=partial(
                 _capture,
@@ -187,6 +196,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
             ),
             # A rank may fail between the plan and this call.
             joins_within_s=options.lost_after_s,
+            nonce=ticket.nonce if self._uses_collectives else "",
         )
         try:
             drive_sync(_saved(call, in_process=options.offload == "process"))
@@ -250,8 +260,8 @@ def can_open(checkpoint_id: Any) -> bool:
     return True
 
 
-_known_ranks: list[tuple[int, ...]] = []
-"""The ranks of earlier saves that this process coordinated, the latest last."""
+_nonces: dict[tuple[int, ...], str] = {}
+"""The latest nonce by the ranks of saves that this process coordinated, the latest last."""
 
 
 def _ranks_of(plans: Sequence[SavePlan]) -> tuple[int, ...]:
@@ -259,28 +269,27 @@ def _ranks_of(plans: Sequence[SavePlan]) -> tuple[int, ...]:
 
     A planner with a cache returns empty plans for unchanged ones; their ranks are those of before.
     """
+    told = [plan.storage_data if type(plan.storage_data) is int else None for plan in plans]
     if len(plans) == 1:
         return (global_rank(),)
-    told = [plan.storage_data if type(plan.storage_data) is int else None for plan in plans]
-    ranks = tuple([rank for rank in told if rank is not None])
-    if len(ranks) < len(plans):
-        for known in reversed(_known_ranks):
+    found = tuple([rank for rank in told if rank is not None])
+    if len(found) < len(plans):
+        for known in reversed(_nonces):
             if len(known) == len(told) and all(
                 mine in (None, theirs) for mine, theirs in zip(told, known, strict=True)
             ):
-                ranks = known
+                found = known
                 break
         else:
-            ranks = tuple(range(len(plans)))
             if len(plans) != dist.get_world_size():
                 raise UsageError(
                     "the planner drops SavePlan.storage_data, so the ranks of this process group "
-                    "are unknown: keep it (dataclasses.replace), or use all ranks"
+                    "are unknown: keep it (dataclasses.replace), or save with all ranks"
                 )
-    if ranks in _known_ranks:
-        _known_ranks.remove(ranks)
-    _known_ranks.append(ranks)
-    return ranks
+            found = tuple(range(len(plans)))
+    if found in _nonces:
+        _nonces[found] = _nonces.pop(found)
+    return found
 
 
 def _capture(
