@@ -75,7 +75,8 @@ class TakeCall:
 
     Attributes:
         refusal: Fails the save on all ranks before it calls ``state_dict``.
-        capture: Replaces the capture of ``app_state``. Its error fails the save on all ranks.
+        capture: Replaces the capture of ``app_state``; gets all global ranks and this one. Its
+            error fails the save on all ranks.
         joins_within_s: After this time, ranks that have not made the call fail it; None:
             ``Options.timeout_s``.
         nonce: See ``Label``.
@@ -95,7 +96,7 @@ class TakeCall:
     store: Any
     refusal: Exception | None = None
     progress: bool = False
-    capture: Callable[[], Captured] | None = None
+    capture: Callable[[Sequence[int], int], Captured] | None = None
     joins_within_s: float | None = None
     nonce: str = ""
     begun_s: float = field(default_factory=time.monotonic)
@@ -183,15 +184,16 @@ def _prepare(
         open_ready_location(host, location, fsync=options.fsync)
     else:
         yield lambda host: open_location(host, location, fsync=options.fsync)
+    rank = ranks[0 if membership is None else membership.team.rank]
     if call.capture is not None:
-        captured = call.capture()
+        captured = call.capture(ranks, rank)
     else:
         captured = capture(
             call.app_state,
             replicated=replicated,
             allow_pickle=options.allow_pickle,
             ranks=ranks,
-            rank=ranks[0 if membership is None else membership.team.rank],
+            rank=rank,
         )
     fence = None
     if call.stage == "lazy":

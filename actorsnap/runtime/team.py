@@ -137,7 +137,8 @@ class Team(TeamMemory):
         Args:
             label: None for bad input: the call must fail.
             begun_s: Start of ``Options.timeout_s``, of ``time.monotonic``; None: now.
-            joins_within_s: Time until all ranks must have begun; None: ``Options.timeout_s``.
+            joins_within_s: ``Options.lost_after_s`` if all ranks must have begun by then; None:
+                ``Options.timeout_s``.
 
         Raises:
             UsageError: In a fork of the owner's process.
@@ -213,9 +214,9 @@ class TeamCall:
         begun_s: float,
         joins_within_s: float | None = None,
     ) -> None:
-        timeout_s = options.timeout_s
-        if joins_within_s is not None:
-            timeout_s = min(timeout_s, joins_within_s)
+        timeout_s, limit = options.timeout_s, "timeout_s"
+        if joins_within_s is not None and joins_within_s < timeout_s:
+            timeout_s, limit = joins_within_s, "lost_after_s"
         self._port = team.port
         self._begun_s = begun_s
         self._has_label = label is not None
@@ -229,6 +230,7 @@ class TeamCall:
             rank=team.rank,
             label=label,
             timeout_s=timeout_s,
+            limit=limit,
             renew=self._renew,
         )
         self.coordinator: Roll | None = None
@@ -239,6 +241,7 @@ class TeamCall:
                     label=label, world_size=team.world_size, is_known=self._has_label
                 ),
                 timeout_s=timeout_s,
+                limit=limit,
                 renew=self._renew_all,
             )
 

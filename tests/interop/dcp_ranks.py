@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import functools
+import importlib
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +21,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from actorsnap import Options
-from actorsnap.interop.dcp import ActorsnapReader, ActorsnapWriter
+from actorsnap.interop import dcp as ours
+from actorsnap.interop.dcp import ActorsnapReader, ActorsnapWriter, installed
 from actorsnap.sync import Snapshot
 from tests.ranks.models import STATES, step
 from tests.worlds import LIMIT_S, Rank, World
@@ -115,7 +119,7 @@ def groups(me: Rank, path: str, folder: str) -> Any:
         where = f"{path}-{number}-{times}"
         dcp.save(state, storage_writer=ActorsnapWriter(where), process_group=group)
     assert Snapshot(where).get_manifest()
-    loaded = {"x": distribute_tensor(whole * 0, mesh, [Shard(0)]), "own": {"n": -1}}
+    loaded: dict[str, Any] = {"x": distribute_tensor(whole * 0, mesh, [Shard(0)]), "own": {"n": -1}}
     dcp.load(loaded, storage_reader=ActorsnapReader(where), process_group=group)
     assert torch.equal(loaded["x"].full_tensor(), whole)
     assert loaded["own"]["n"] == number
@@ -140,7 +144,10 @@ def alone(me: Rank, path: str, folder: str) -> Any:
     whole = torch.arange(16.0)
     state = {"x": distribute_tensor(whole, mesh, [Shard(0)]), "a": {"rank": me.rank}}
     dcp.save(state, storage_writer=ActorsnapWriter(path), use_collectives=False)
-    loaded = {"x": distribute_tensor(whole * 0, mesh, [Shard(0)]), "a": {"rank": -1}}
+    loaded: dict[str, Any] = {
+        "x": distribute_tensor(whole * 0, mesh, [Shard(0)]),
+        "a": {"rank": -1},
+    }
     dcp.load(loaded, storage_reader=ActorsnapReader(path))
     assert torch.equal(loaded["x"].full_tensor(), whole)
     return loaded["a"]["rank"]
@@ -161,7 +168,10 @@ def cached(me: Rank, path: str, folder: str) -> Any:
         where = f"{path}-{number}"
         planner = DefaultSavePlanner(enable_plan_caching=True)
         dcp.save(state, storage_writer=ActorsnapWriter(where), planner=planner)
-        loaded = {"x": distribute_tensor(whole * 0, mesh, [Shard(0)]), "a": {"n": -1}}
+        loaded: dict[str, Any] = {
+            "x": distribute_tensor(whole * 0, mesh, [Shard(0)]),
+            "a": {"n": -1},
+        }
         dcp.load(loaded, storage_reader=ActorsnapReader(where))
         assert torch.equal(loaded["x"].full_tensor(), whole)
         seen.append(loaded["a"]["n"])
@@ -175,7 +185,7 @@ def reshard(me: Rank, path: str, folder: str) -> Any:
     """Every placement into every other, on one and two axes, uneven."""
     flat = init_device_mesh("cpu", (me.world,))
     square = init_device_mesh("cpu", (2, me.world // 2))
-    layouts = [
+    layouts: list[tuple[Any, Any]] = [
         (flat, [Shard(0)]),
         (flat, [Shard(1)]),
         (flat, [Replicate()]),
@@ -188,7 +198,7 @@ def reshard(me: Rank, path: str, folder: str) -> Any:
     state = {str(n): distribute_tensor(whole, *layout) for n, layout in enumerate(layouts)}
     dcp.save(state, storage_writer=ActorsnapWriter(path))
     for shift in range(len(layouts)):
-        loaded = {
+        loaded: dict[str, Any] = {
             str(n): distribute_tensor(whole * 0, *layouts[(n + shift) % len(layouts)])
             for n in range(len(layouts))
         }
@@ -196,6 +206,103 @@ def reshard(me: Rank, path: str, folder: str) -> Any:
         for value in loaded.values():
             assert torch.equal(value.full_tensor(), whole)
     return True
+
+
+def native(me: Rank, path: str, folder: str, kind: str) -> Any:
+    """``save``, ``async_save`` and ``load`` with one import changed; no collective is called."""
+    model, optimizer = _parts(kind)
+    before = plain(_state_dict(model, optimizer))
+    counted = Counted()
+    state = _state_dict(model, optimizer)
+    state["generator"] = {"own": torch.full((5056,), me.rank, dtype=torch.uint8)}
+    with counted:
+        metadata = ours.save(state, checkpoint_id=path)
+        future = ours.async_save(state, checkpoint_id=path + "-async")
+        future.result()
+    dist.barrier()
+    for where in (path, path + "-async"):
+        step(model, optimizer, 5)
+        state = _state_dict(model, optimizer)
+        state["generator"] = {"own": torch.zeros(5056, dtype=torch.uint8)}
+        with counted:
+            ours.load(state, checkpoint_id=where)
+        assert len(state.pop("generator")["own"].unique()) == 1  # no mixture
+        assert same(plain(state), before)
+    listed: Any = metadata.state_dict_metadata["model.0.weight"]
+    assert listed.size[0] == 37
+    torchs = _state_dict(model, optimizer)
+    dcp.load(torchs, storage_reader=ActorsnapReader(path))
+    assert same(plain(torchs), before)
+    if me.rank == 0:
+        torch.save(before, Path(folder) / "before.pt")
+    return counted.calls
+
+
+class Counted:
+    """Counts collectives of objects, which DCP's planning consists of."""
+
+    calls = 0
+    _names = ("gather_object", "scatter_object_list", "broadcast_object_list", "all_gather_object")
+
+    def __enter__(self) -> None:
+        self._before = {name: getattr(dist, name) for name in self._names}
+        for name in self._names:
+            setattr(dist, name, functools.partial(self._call, self._before[name]))
+
+    def _call(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return function(*args, **kwargs)
+
+    def __exit__(self, *_: object) -> None:
+        for name, function in self._before.items():
+            setattr(dist, name, function)
+
+
+def asynchronous(me: Rank, path: str, folder: str, how: str) -> Any:
+    """torch's ``async_save`` in a thread or a process, with and without our classes named."""
+    mesh = init_device_mesh("cpu", (me.world,))
+    kind = dcp.state_dict_saver.AsyncCheckpointerType[how]
+    for number in range(3):
+        whole = torch.arange(16.0) + number
+        state: dict[str, Any] = {
+            "x": distribute_tensor(whole, mesh, [Shard(0)]),
+            "a": {"n": number},
+        }
+        where = f"{path}-{number}"
+        writer: dict[str, Any] = {"storage_writer": ActorsnapWriter(where)}
+        with installed() if number == 2 else contextlib.nullcontext():
+            if number == 2:
+                writer = {"checkpoint_id": where}
+            future = dcp.async_save(state, async_checkpointer_type=kind, **writer)
+            state["x"].to_local().zero_()
+            future.result()
+        loaded: dict[str, Any] = {
+            "x": distribute_tensor(whole * 0, mesh, [Shard(0)]),
+            "a": {"n": -1},
+        }
+        dcp.load(loaded, storage_reader=ActorsnapReader(where))
+        assert torch.equal(loaded["x"].full_tensor(), whole)
+        assert loaded["a"]["n"] == number
+    executor: Any = importlib.import_module(f"{dcp.__name__}._async_process_executor")
+    executor._CHECKPOINT_PROCESS = None  # ends it
+    return True
+
+
+def mixed(me: Rank, path: str, folder: str) -> Any:
+    """What torch's own writer leaves when a rank fails in the same way."""
+
+    class FailingTorch(dcp.FileSystemWriter):  # type: ignore[misc]
+        def write_data(self, plan: Any, planner: Any) -> Any:
+            if me.rank == 1:
+                raise ValueError("injected")
+            return super().write_data(plan, planner)
+
+    dcp.save(_fault_state(me, 1), checkpoint_id=path)
+    with contextlib.suppress(CheckpointException):
+        dcp.save(_fault_state(me, 2), storage_writer=FailingTorch(path))
+    loaded = _fault_state(me, -1)
+    dcp.load(loaded, checkpoint_id=path)
+    return sorted({*loaded["a"]["w"].tolist(), *loaded["x"].full_tensor().tolist()})
 
 
 class Failing(ActorsnapWriter):
@@ -299,7 +406,11 @@ def read_fault(me: Rank, path: str, folder: str, hook: str, rank: int) -> Any:
 
 
 CASES: dict[str, Callable[..., Any]] = {
-    each.__name__: each for each in (train, load, groups, alone, cached, reshard, fault, read_fault)
+    each.__name__: each
+    for each in (
+        *(train, load, groups, alone, cached, reshard, fault, read_fault),
+        *(native, asynchronous, mixed),
+    )
 }
 
 

@@ -85,6 +85,27 @@ def test_every_layout_into_every_other(ranks: Ranks) -> None:
     assert all(ranks(4, "reshard"))
 
 
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "store"),
+    [(2, "fsdp2", "file"), slow(2, "fsdp2", "tcp"), slow(4, "hsdp", "tcp"), slow(2, "ddp", "tcp")],
+)
+def test_calls_without_collectives(ranks: Ranks, num_ranks: int, kind: str, store: str) -> None:
+    assert ranks(num_ranks, "native", store, kind=kind) == [0] * num_ranks
+    assert Snapshot(ranks.path).verify("full").ok
+    ranks(3, "load", kind="ddp" if kind == "ddp" else "fsdp2")
+
+
+@pytest.mark.parametrize("how", ["THREAD", slow("PROCESS")])
+def test_torchs_async_save(ranks: Ranks, how: str) -> None:
+    assert ranks(2, "asynchronous", how=how) == [True] * 2
+    assert all(Snapshot(f"{ranks.path}-{number}").verify("full").ok for number in range(3))
+
+
+def test_torchs_own_writer_leaves_a_mixture(ranks: Ranks) -> None:
+    """If this fails, torch has been repaired, and docs/dcp.md is out of date."""
+    assert ranks(2, "mixed") == [[1.0, 2.0]] * 2
+
+
 OLD, NEW = [1.0], [2.0]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from actorsnap.errors import FormatError, NotASnapshot, UsageError, printable
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import ValueEntry
+from actorsnap.format.manifest import COMMIT_KEYS, ValueEntry
 from actorsnap.interop.dcp.catalog import Catalog, DenseEntry, Mark, is_dense
 from actorsnap.interop.dcp.writer import BYTES_IO, MARKER, MARKER_TEXT, RAW, can_open
 from actorsnap.log import Log
@@ -112,10 +112,7 @@ class ActorsnapReader(StorageReader):
             return Metadata(state_dict_metadata={}, planner_data={}, storage_meta=meta)
 
     def _read_metadata(self, meta: StorageMeta) -> Metadata:
-        if self.path is None:
-            raise UsageError("ActorsnapReader has no path: pass it, or checkpoint_id=")
-        options = resolve_options(self.options)
-        self._source = source = Source(make_location(self.path, self.storage_options), options)
+        self._source = source = self.source()
         rank = global_rank() if self.rank is None else self.rank
         try:
             self._catalog = drive_sync(load_catalog(source, rank))
@@ -125,6 +122,21 @@ class ActorsnapReader(StorageReader):
                 raise
             return self._foreign.read_metadata()
         return self._catalog.metadata(meta)
+
+    def source(self) -> Source:
+        if self.path is None:
+            raise UsageError(
+                "no path: pass checkpoint_id=, or storage_reader=ActorsnapReader(path)"
+            )
+        location = make_location(self.path, self.storage_options)
+        return Source(location, resolve_options(self.options))
+
+    def is_foreign(self) -> bool:
+        """Whether torch would read the path."""
+        if not isinstance(self.path, str | os.PathLike):
+            return False
+        has_commit = any(os.path.exists(os.path.join(self.path, key)) for key in COMMIT_KEYS)
+        return not has_commit and self._find_foreign() is not None
 
     def _find_foreign(self) -> FileSystemReader | None:
         path = os.fspath(self.path) if self.path is not None else ""
@@ -186,7 +198,7 @@ def load_catalog(source: Source, rank: int) -> Script[Catalog]:
 
 
 def _read(source: Source, reads: PlannedReads) -> Script[None]:
-    wanted = reads.wanted
+    wanted = [want for wants in reads.wanted.values() for want in wants]
     reads.mark()
     index = reads.catalog.index
     yield lambda host: fetch_wanted(host, source, index, wanted)
@@ -207,7 +219,7 @@ class PlannedReads:
     """A load plan as reads of a snapshot.
 
     Attributes:
-        wanted: Do them, then call ``finish``.
+        wanted: Reads by top-level key. Do them, then call ``finish``.
 
     Raises:
         UsageError: A pickle, without ``Options.allow_pickle``.
@@ -218,7 +230,7 @@ class PlannedReads:
     plan: LoadPlan
     planner: LoadPlanner
     source: Source
-    wanted: list[Wanted] = field(default_factory=list)
+    wanted: dict[str, list[Wanted]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._filled: list[_Filled] = []
@@ -254,6 +266,9 @@ class PlannedReads:
         for item, prepared, value in self._values:
             self.planner.load_bytes(item, _pickled(prepared.build() if prepared else value))
 
+    def _want(self, path: str, reads: Iterable[Wanted]) -> None:
+        self.wanted.setdefault(path.partition("/")[0], []).extend(reads)
+
     def _prepare(self, path: str) -> KeyRestore:
         restore = prepare(
             path,
@@ -262,7 +277,7 @@ class PlannedReads:
             allow_pickle=self.source.options.allow_pickle,
             world_size=self.catalog.index.world_size,
         )
-        self.wanted += restore.memory.reads
+        self._want(path, restore.memory.reads)
         return restore
 
     def _add_value(self, item: ReadItem, path: str) -> None:
@@ -302,7 +317,7 @@ class PlannedReads:
         if shards is not None and pieces:
             is_whole = len(pieces) == 1 and pieces[0].box == Box.whole(entry.shape)
             holders: Ranks | None = None if is_whole else ()
-            self.wanted += reads_of_boxes(path, dtype, shards, pieces, holders)
+            self._want(path, reads_of_boxes(path, dtype, shards, pieces, holders))
 
 
 def _takes_bytes(tensor: torch.Tensor) -> bool:

@@ -106,7 +106,10 @@ class _Staging:
             )
         if hasattr(tensor, "__tensor_flatten__"):  # DTensor and other wrappers
             names, context = tensor.__tensor_flatten__()
-            inner = {name: self._tensor(getattr(tensor, name)) for name in names}
+            inner = {name: getattr(tensor, name) for name in names}
+            for name, part in inner.items():
+                if isinstance(part, torch.Tensor):  # torch 2.13 also names the mesh
+                    inner[name] = self._tensor(part)
             return type(tensor).__tensor_unflatten__(  # type: ignore[attr-defined]
                 inner, context, tensor.size(), tensor.stride()
             )

@@ -7,10 +7,11 @@ never told that another rank failed, so nothing is written outside of that save.
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -31,7 +32,7 @@ from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.runtime import taking
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import make_location, open_location, resolve_options
+from actorsnap.runtime.location import Location, make_location, open_location, resolve_options
 from actorsnap.runtime.script import drive_sync
 from actorsnap.state.capture import HeldLeaf, capture_leaves
 from actorsnap.state.process_group import Group, global_rank, subgroup
@@ -43,7 +44,7 @@ logger = Log(__name__)
 
 MARKER = ".metadata"
 MARKER_TEXT = (
-    "actorsnap snapshot: read this folder with actorsnap.interop.dcp, not with a DCP reader.\n"
+    "# actorsnap snapshot: read this folder with actorsnap.interop.dcp, not with a DCP reader.\n"
 )
 
 
@@ -198,11 +199,8 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
             joins_within_s=options.lost_after_s,
             nonce=ticket.nonce if self._uses_collectives else "",
         )
-        try:
+        with telling_overwrite(self.overwrite):
             drive_sync(_saved(call, in_process=options.offload == "process"))
-        except ObjectExists as error:
-            error.add_note(f"Checkpoint already exists and self.overwrite={self.overwrite}.")
-            raise
         results = [
             WriteResult(item.index, sizes.get(item.index, 0), str(self.path)) for item in plan.items
         ]
@@ -217,7 +215,13 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         }
         metadata.storage_meta = self.storage_meta()
         if self.marker and (self._uses_collectives or not self._rank):
-            drive_sync(write_marker(self.path, self.storage_options))
+            drive_sync(self.mark())
+
+    def mark(self) -> Script[None]:
+        """Writes the marker."""
+        assert self.path is not None
+        location = make_location(self.path, self.storage_options)
+        yield lambda host: write_marker(host, location)
 
     def _group(self, ticket: Ticket) -> Any:
         """Returns the ``group`` of ``Snapshot.take``."""
@@ -229,26 +233,28 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         return subgroup(ticket.rank, ticket.ranks)
 
 
+@contextlib.contextmanager
+def telling_overwrite(overwrite: bool) -> Iterator[None]:
+    """Adds DCP's words to the error, for code that looks for them."""
+    try:
+        yield
+    except ObjectExists as error:
+        error.add_note(f"Checkpoint already exists and self.overwrite={overwrite}.")
+        raise
+
+
 def _saved(call: taking.TakeCall, *, in_process: bool) -> Script[None]:
     save = yield from taking.take(call, is_async=in_process)
     if in_process:  # only asynchronous saves are offloaded
         yield from taking.await_pending(save, save.finished)
 
 
-def write_marker(
-    path: str | os.PathLike[str] | None, storage_options: Mapping[str, Any] | None
-) -> Script[None]:
-    assert path is not None
-    location = make_location(path, storage_options)
-
-    async def write(host: Host) -> None:
-        storage = await open_location(host, location, fsync=True)
-        try:
-            await storage.put(MARKER, [memoryview(MARKER_TEXT.encode())])
-        finally:
-            await storage.aclose()
-
-    yield write
+async def write_marker(host: Host, location: Location) -> None:
+    storage = await open_location(host, location, fsync=True)
+    try:
+        await storage.put(MARKER, [memoryview(MARKER_TEXT.encode())])
+    finally:
+        await storage.aclose()
 
 
 def can_open(checkpoint_id: Any) -> bool:
@@ -296,6 +302,8 @@ def _capture(
     plan: SavePlan,
     planner: SavePlanner,
     sizes: dict[Any, int],
+    ranks: Sequence[int],
+    rank: int,
     *,
     replicated: bool,
     allow_pickle: bool,
