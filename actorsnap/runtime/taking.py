@@ -77,8 +77,7 @@ class TakeCall:
         refusal: Fails the save on all ranks before it calls ``state_dict``.
         capture: Replaces the capture of ``app_state``; gets all global ranks and this one. Its
             error fails the save on all ranks.
-        joins_within_s: After this time, ranks that have not made the call fail it; None:
-            ``Options.timeout_s``.
+        joins_promptly: See ``Team.begin``.
         nonce: See ``Label``.
     """
 
@@ -97,7 +96,7 @@ class TakeCall:
     refusal: Exception | None = None
     progress: bool = False
     capture: Callable[[Sequence[int], int], Captured] | None = None
-    joins_within_s: float | None = None
+    joins_promptly: bool = False
     nonce: str = ""
     begun_s: float = field(default_factory=time.monotonic)
 
@@ -283,7 +282,7 @@ def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Save]
         _label_of(call, is_async),
         options,
         begun_s=call.begun_s,
-        joins_within_s=call.joins_within_s,
+        joins_promptly=call.joins_promptly,
     )
     try:
         return (yield from _prepare(call, is_async, team.ranks, membership))

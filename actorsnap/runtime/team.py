@@ -127,7 +127,7 @@ class Team(TeamMemory):
         options: Options,
         *,
         begun_s: float | None = None,
-        joins_within_s: float | None = None,
+        joins_promptly: bool = False,
     ) -> TeamCall:
         """Takes the number of the next call, and reports its label. Close the result.
 
@@ -137,8 +137,8 @@ class Team(TeamMemory):
         Args:
             label: None for bad input: the call must fail.
             begun_s: Start of ``Options.timeout_s``, of ``time.monotonic``; None: now.
-            joins_within_s: ``Options.lost_after_s`` if all ranks must have begun by then; None:
-                ``Options.timeout_s``.
+            joins_promptly: All ranks must have begun after ``Options.lost_after_s``, not only after
+                ``timeout_s``.
 
         Raises:
             UsageError: In a fork of the owner's process.
@@ -148,7 +148,7 @@ class Team(TeamMemory):
             label,
             options,
             time.monotonic() if begun_s is None else begun_s,
-            joins_within_s,
+            joins_promptly,
         )
         self._host.submit(call.start())
         return call
@@ -159,10 +159,10 @@ class Team(TeamMemory):
         options: Options,
         *,
         begun_s: float | None = None,
-        joins_within_s: float | None = None,
+        joins_promptly: bool = False,
     ) -> Membership:
         """See ``begin``."""
-        call = self.begin(label, options, begun_s=begun_s, joins_within_s=joins_within_s)
+        call = self.begin(label, options, begun_s=begun_s, joins_promptly=joins_promptly)
         return Membership(self, call)
 
     @property
@@ -212,11 +212,11 @@ class TeamCall:
         label: Label | None,
         options: Options,
         begun_s: float,
-        joins_within_s: float | None = None,
+        joins_promptly: bool = False,
     ) -> None:
         timeout_s, limit = options.timeout_s, "timeout_s"
-        if joins_within_s is not None and joins_within_s < timeout_s:
-            timeout_s, limit = joins_within_s, "lost_after_s"
+        if joins_promptly and options.lost_after_s < timeout_s:
+            timeout_s, limit = options.lost_after_s, "lost_after_s"
         self._port = team.port
         self._begun_s = begun_s
         self._has_label = label is not None

@@ -80,8 +80,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
     or all fail, and an older snapshot at the path stays valid until the commit. Needs no collective
     of its own. The job's store may be a FileStore.
 
-    Positional and unlisted arguments are those of ``FileSystemWriter``; all but ``path`` and
-    ``overwrite`` have no effect.
+    Takes the arguments of ``FileSystemWriter`` in its order. Those not listed here have no effect.
 
     Args:
         path: A folder or URL; None: DCP's calls pass ``checkpoint_id``.
@@ -105,16 +104,22 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         per_thread_copy_ahead: int = 10_000_000,
         cache_staged_state_dict: bool = False,
         overwrite: bool = True,
-        *ignored: Any,
+        _extensions: Any = None,
+        serialization_format: Any = None,
+        *,
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
         step: int | None = None,
         metadata: Mapping[str, Any] | None = None,
         process_group: Any = None,
         marker: bool = False,
-        **also_ignored: Any,
     ) -> None:
         super().__init__()
+        if _extensions:
+            logger.warning(
+                "_extensions have no effect: actorsnap stores the bytes as they are. "
+                "Options(compression=...) compresses them"
+            )
         if path is not None:
             make_location(path, storage_options)
         resolve_options(options)
@@ -196,7 +201,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
                 allow_pickle=options.allow_pickle,
             ),
             # A rank may fail between the plan and this call.
-            joins_within_s=options.lost_after_s,
+            joins_promptly=True,
             nonce=ticket.nonce if self._uses_collectives else "",
         )
         with telling_overwrite(self.overwrite):
@@ -309,7 +314,12 @@ def _capture(
     allow_pickle: bool,
 ) -> Captured:
     """Turns a plan into leaves; ``sizes`` gets their bytes."""
-    known = plan.planner_data if isinstance(plan.planner_data, Mapping) else {}
+    known = plan.planner_data or {}
+    if not isinstance(known, Mapping) or not all(type(path) is tuple for path in known.values()):
+        raise UsageError(
+            f"{type(planner).__name__} has planner_data of its own, which a snapshot cannot keep; "
+            "it may have paths by name, as DefaultSavePlanner does, or None"
+        )
     leaves: list[HeldLeaf] = []
     paths = []
     for item in plan.items:
