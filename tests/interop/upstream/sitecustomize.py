@@ -29,6 +29,6 @@ def finish(writer: ActorsnapWriter, *args: Any, **kwargs: Any) -> None:
 
 
 vars(common)["skip_if_lt_x_gpu"] = functools.partial(_skip, allow_cpu=True)
-ActorsnapWriter.finish = finish  # type: ignore[method-assign]
+setattr(ActorsnapWriter, "finish", finish)  # noqa: B010
 if torch.distributed.is_available():
     install()
