@@ -224,8 +224,9 @@ def native(me: Rank, path: str, folder: str, kind: str) -> Any:
         step(model, optimizer, 5)
         state = _state_dict(model, optimizer)
         state["generator"] = {"own": torch.zeros(5056, dtype=torch.uint8)}
+        options = Options(read_mode="direct" if where == path else "shared")
         with counted:
-            ours.load(state, checkpoint_id=where)
+            ours.load(state, storage_reader=ActorsnapReader(where, options=options))
         assert len(state.pop("generator")["own"].unique()) == 1  # no mixture
         assert same(plain(state), before)
     listed: Any = metadata.state_dict_metadata["model.0.weight"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import importlib
 import io
@@ -372,3 +373,35 @@ def test_statefuls(tmp_path: Path, calls: Any) -> None:
     counter.n = 9
     calls.load({"c": counter}, storage_reader=ActorsnapReader(tmp_path / "s"))
     assert counter.n == 5
+
+
+@pytest.mark.parametrize("save", [dcp.save, ours.async_save], ids=["torch", "ours"])
+def test_the_uploader_process_stores(tmp_path: Path, save: Any) -> None:
+    options = Options(offload="process")
+    state = {"a": {"x": torch.arange(1 << 16)}}
+    done = save(state, storage_writer=ActorsnapWriter(tmp_path / "s", options=options))
+    if save is ours.async_save:
+        done.result()
+    uploader = Host.get().resources.uploader
+    assert uploader is not None
+    assert uploader.is_usable
+    back = {"a": {"x": torch.zeros(1 << 16, dtype=torch.int64)}}
+    ours.load(back, checkpoint_id=tmp_path / "s")
+    assert _same(back, state)
+
+
+def test_planner_data_of_a_foreign_planner(tmp_path: Path) -> None:
+    class Foreign(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            return [dataclasses.replace(plan, planner_data=object()) for plan in plans], metadata
+
+    with pytest.raises(CheckpointException, match="Foreign has planner_data of its own"):
+        dcp.save({"a": 1}, storage_writer=ActorsnapWriter(tmp_path / "s"), planner=Foreign())
+
+
+def test_extensions_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = ActorsnapWriter(tmp_path / "s", _extensions=[object()])
+    assert "_extensions have no effect" in caplog.text
+    dcp.save({"a": 1}, storage_writer=writer)
+    assert Snapshot(tmp_path / "s").read_object("dcp/a") == 1

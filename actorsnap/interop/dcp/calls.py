@@ -250,12 +250,11 @@ def _take_call(
 ) -> taking.TakeCall:
     if writer.path is None:
         raise UsageError("no path: pass checkpoint_id=, or storage_writer=ActorsnapWriter(path)")
-    app_state = _app_state(state_dict)
     allow_pickle = resolve_options(writer.options).allow_pickle
     return taking.TakeCall(
         path=writer.path,
         app_state={},
-        capture=partial(_capture, app_state, allow_pickle=allow_pickle),
+        capture=partial(_capture, state_dict, allow_pickle=allow_pickle),
         replicated=(),
         overwrite=writer.overwrite,
         resume=False,
@@ -269,14 +268,18 @@ def _take_call(
 
 
 def _capture(
-    app_state: dict[str, Any], ranks: Sequence[int], rank: int, *, allow_pickle: bool
+    state_dict: Mapping[str, Any], ranks: Sequence[int], rank: int, *, allow_pickle: bool
 ) -> Captured:
     """Captures as DCP does: leaves of one name are equal on all ranks.
 
     Those that are not (states of random generators) are one rank's, never parts of several.
     """
     captured = capture(
-        app_state, replicated=["**"], allow_pickle=allow_pickle, ranks=ranks, rank=rank
+        _app_state(state_dict),
+        replicated=["**"],
+        allow_pickle=allow_pickle,
+        ranks=ranks,
+        rank=rank,
     )
     for leaf in captured.leaves:
         if leaf.item.replicated:
