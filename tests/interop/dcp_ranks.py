@@ -214,7 +214,7 @@ def native(me: Rank, path: str, folder: str, kind: str) -> Any:
     before = plain(_state_dict(model, optimizer))
     counted = Counted()
     state = _state_dict(model, optimizer)
-    state["generator"] = {"own": torch.full((5056,), me.rank, dtype=torch.uint8)}
+    state["generator"] = {"own": torch.full((1 << 22,), me.rank, dtype=torch.uint8)}
     with counted:
         metadata = ours.save(state, checkpoint_id=path)
         future = ours.async_save(state, checkpoint_id=path + "-async")
@@ -223,7 +223,7 @@ def native(me: Rank, path: str, folder: str, kind: str) -> Any:
     for where in (path, path + "-async"):
         step(model, optimizer, 5)
         state = _state_dict(model, optimizer)
-        state["generator"] = {"own": torch.zeros(5056, dtype=torch.uint8)}
+        state["generator"] = {"own": torch.zeros(1 << 22, dtype=torch.uint8)}
         options = Options(read_mode="direct" if where == path else "shared")
         with counted:
             ours.load(state, storage_reader=ActorsnapReader(where, options=options))

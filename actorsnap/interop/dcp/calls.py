@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.stateful import Stateful
 
 from actorsnap.errors import UsageError
-from actorsnap.interop.dcp.catalog import TOP, Mark
+from actorsnap.interop.dcp.catalog import TOP, DcpMark
 from actorsnap.interop.dcp.reader import ActorsnapReader, PlannedReads, load_catalog
 from actorsnap.interop.dcp.writer import (
     BYTES_IO,
@@ -259,7 +259,7 @@ def _take_call(
         overwrite=writer.overwrite,
         resume=False,
         step=writer.step,
-        metadata=writer.metadata | Mark().metadata(),
+        metadata=writer.metadata | DcpMark().metadata(),
         storage_options=writer.storage_options,
         options=writer.options,
         group=Group.of_one() if no_dist else process_group,
@@ -287,7 +287,7 @@ def _capture(
     return captured
 
 
-class _Part:
+class _SavedPart:
     """A value of a state dict, as a stateful to save."""
 
     def __init__(self, value: Any) -> None:
@@ -309,7 +309,7 @@ def _app_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     top: dict[str, Any] = {}
     for key, value in state_dict.items():
         if isinstance(value, Stateful | Mapping):
-            parts[str(key)] = _Part(value)
+            parts[str(key)] = _SavedPart(value)
         else:
             top[str(key)] = value
     if top:

@@ -41,10 +41,10 @@ TOP = "dcp"
 """The key of leaves at the top level of a state dict."""
 
 MARK = "dcp"
-"""The key of a ``Mark`` in the ``metadata`` of the commit object."""
+"""The key of a ``DcpMark`` in the ``metadata`` of the commit object."""
 
 
-class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
+class DcpMark(msgspec.Struct, frozen=True, omit_defaults=True):
     """The snapshot has the state dict of a DCP call.
 
     Attributes:
@@ -56,7 +56,7 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     flat: bool = True
 
     @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> Mark | None:
+    def of(cls, metadata: Mapping[str, Any]) -> DcpMark | None:
         """Returns None for any other snapshot."""
         try:
             mark = msgspec.convert(metadata.get(MARK), cls)
@@ -118,7 +118,7 @@ class Catalog:
         UsageError: Two leaves have one fqn.
     """
 
-    def __init__(self, index: Index, mark: Mark | None) -> None:
+    def __init__(self, index: Index, mark: DcpMark | None) -> None:
         self.index = index
         self.paths: dict[str, str] = {}
         self._mark = mark

@@ -19,7 +19,7 @@ from torch.futures import Future
 from actorsnap.errors import FormatError, NotASnapshot, UsageError, printable
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import COMMIT_KEYS, ValueEntry
-from actorsnap.interop.dcp.catalog import Catalog, DenseEntry, Mark, is_dense
+from actorsnap.interop.dcp.catalog import Catalog, DcpMark, DenseEntry, is_dense
 from actorsnap.interop.dcp.writer import BYTES_IO, MARKER, MARKER_TEXT, RAW, can_open
 from actorsnap.log import Log
 from actorsnap.options import Options
@@ -194,7 +194,7 @@ def load_catalog(source: Source, rank: int) -> Script[Catalog]:
     """Reads the index as one rank sees it."""
     commit, _ = yield from load_index(source)
     index = yield from load_view(source, rank)
-    return Catalog(index, Mark.of(commit.metadata))
+    return Catalog(index, DcpMark.of(commit.metadata))
 
 
 def _read(source: Source, reads: PlannedReads) -> Script[None]:

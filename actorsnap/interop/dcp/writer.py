@@ -26,7 +26,7 @@ from torch.futures import Future
 
 from actorsnap.errors import ObjectExists, UsageError
 from actorsnap.format.geometry import Box
-from actorsnap.interop.dcp.catalog import Mark, containers_above, stored_path
+from actorsnap.interop.dcp.catalog import DcpMark, containers_above, stored_path
 from actorsnap.interop.dcp.stager import ActorsnapStager
 from actorsnap.log import Log
 from actorsnap.options import Options
@@ -189,7 +189,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
             overwrite=self.overwrite,
             resume=False,
             step=self.step,
-            metadata=self.metadata | Mark(flat=plan.planner_data is not None).metadata(),
+            metadata=self.metadata | DcpMark(flat=plan.planner_data is not None).metadata(),
             storage_options=self.storage_options,
             options=self.options,
             group=self._group(ticket),
