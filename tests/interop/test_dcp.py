@@ -8,6 +8,7 @@ import gc
 import importlib
 import io
 import pickle
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -406,3 +407,21 @@ def test_extensions_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixt
     assert "_extensions have no effect" in caplog.text
     dcp.save({"a": 1}, storage_writer=writer)
     assert Snapshot(tmp_path / "s").read_object("dcp/a") == 1
+
+
+def test_a_marker_without_a_snapshot(tmp_path: Path) -> None:
+    ours.save({"a": 1}, storage_writer=ActorsnapWriter(tmp_path / "s", marker=True))
+    Snapshot(tmp_path / "s").delete()
+    assert (tmp_path / "s" / ".metadata").exists()
+    for load in (dcp.load, ours.load):
+        with pytest.raises(CheckpointException) as caught:
+            load({"a": 0}, storage_reader=ActorsnapReader(tmp_path / "s"))
+        assert isinstance(caught.value.failures[0][0], NotASnapshot)
+
+
+def test_installing_leaves_torchs_other_writers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "torch.distributed.checkpoint._fsspec_filesystem"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with installed():
+        module = importlib.import_module(name)
+        assert not issubclass(module.FsspecReader, ActorsnapReader)
