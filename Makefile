@@ -6,13 +6,15 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 BENCH_ARGS ?=
+UPSTREAM_ARGS ?=
+DIR ?= upstream
 # A file stays in one process: tests of a file share worlds and servers. Three on two cores: half of
 # the time they wait.
 PARALLEL ?= -n 3 --dist loadfile
 # A test that hangs fails, with all stacks; one that hangs in C takes its worker down, with all stacks.
 LIMITS := --timeout=240 -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo test test-all servers bench docs lint format clean
+.PHONY: demo test test-all servers bench docs upstream-tests lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_resume.py
@@ -38,6 +40,14 @@ bench: $(BENCH_READY)
 # What of docs/protocol.md is generated from the source.
 docs: $(READY)
 	$(BIN)/python -m docs.generate_protocol
+
+# PyTorch's tests of torch.distributed.checkpoint, with actorsnap.interop.dcp in place of its file
+# system writer and reader. DIR: files or folders of test/distributed/checkpoint in PyTorch's source
+# at the tag of the installed torch; put them into upstream/, which git ignores.
+upstream-tests: $(READY)
+	$(PIP) install expecttest
+	cd $(DIR) && OMP_NUM_THREADS=1 PYTHONPATH=$(CURDIR):$(CURDIR)/tests/interop/upstream \
+		$(CURDIR)/$(BIN)/python -m pytest -c /dev/null --rootdir=. -p no:cacheprovider $(UPSTREAM_ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

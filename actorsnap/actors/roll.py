@@ -60,7 +60,7 @@ class Caller:
     has ended another call that this rank never made, the rank continues with the next.
 
     Args:
-        timeout_s: From ``begin`` until rank 0 must have answered.
+        timeout_s, limit: Time from ``begin`` until rank 0 must have answered; name of the option.
         renew: Begins the next call and calls ``move``; returns False if it has begun already.
     """
 
@@ -71,6 +71,7 @@ class Caller:
         rank: int,
         label: Label,
         timeout_s: float,
+        limit: str = "timeout_s",
         renew: Callable[[], bool] = lambda: False,
     ) -> None:
         self._end = end
@@ -82,6 +83,7 @@ class Caller:
         self._is_waiting = rank > 0
         self._alarms_s = [*REMIND_AFTER_S, timeout_s + _PATIENCE_S]
         self._timeout_s = timeout_s
+        self._limit = limit
         self._begun_s = math.inf
         self._absent: Sequence[int] = ()
         self._failure: Failure | None = None
@@ -166,7 +168,7 @@ class Caller:
         if after_s > self._timeout_s:
             if self._failure is None:
                 absent = self._absent if has_coordinator else [0]
-                self._failure = overdue(self._label, absent, self._timeout_s)
+                self._failure = overdue(self._label, absent, self._timeout_s, self._limit)
             left = b"" if has_coordinator else self._label.digest
             await self._end.send(Failed(self._rank, self._failure, left))
             self._withdrawn = self._failure
@@ -190,12 +192,14 @@ class Roll:
         *,
         roll_call: RollCall,
         timeout_s: float,
+        limit: str = "timeout_s",
         renew: Callable[[Aborted], Awaitable[bool]] | None = None,
     ) -> None:
         self._end = end
         self._renew = renew
         self._roll_call = roll_call
         self._timeout_s = timeout_s
+        self._limit = limit
         self._begun_s = math.inf
         self._settled_s = math.inf
         self._has_refused = False
@@ -281,7 +285,7 @@ class Roll:
     async def _on_alarm(self) -> None:
         now = anyio.current_time()
         if now >= self._deadline_s:
-            self._roll_call.on_deadline(self._timeout_s)
+            self._roll_call.on_deadline(self._timeout_s, self._limit)
         elif now >= self._settled_s:
             self._roll_call.on_settled()
         else:

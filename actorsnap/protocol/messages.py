@@ -42,11 +42,13 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         url: Normalised, without secrets.
         step: The caller's, if given.
+        nonce: Distinguishes calls that repeat an earlier one.
     """
 
     kind: CallKind
     url: str
     step: int | None = None
+    nonce: str = ""
 
     @property
     def digest(self) -> bytes:

@@ -47,9 +47,15 @@ def awaiting(label: Label, ranks: Sequence[int]) -> str:
     return f"waiting for {named_ranks(ranks)} to call {label}: every rank has to call it"
 
 
-def overdue(label: Label, ranks: Sequence[int], timeout_s: float) -> Failure:
-    """Returns the failure; empty ``ranks``: rank 0 has not answered."""
-    reason = f"timeout_s={timeout_s:g} is over"
+def overdue(
+    label: Label, ranks: Sequence[int], timeout_s: float, limit: str = "timeout_s"
+) -> Failure:
+    """Returns the failure; empty ``ranks``: rank 0 has not answered.
+
+    Args:
+        limit: Name of the option that bounds the time.
+    """
+    reason = f"{limit}={timeout_s:g} is over"
     if not ranks:
         reason += f", and rank 0, which coordinates {label}, has not answered"
         return aborted(label, reason, 0)
@@ -149,8 +155,8 @@ class RollCall:
         assert self.state is _S.SETTLING
         self._end(self._failure)
 
-    def on_deadline(self, timeout_s: float) -> None:
-        self._end(self._failure or overdue(self.label, self._absent, timeout_s))
+    def on_deadline(self, timeout_s: float, limit: str = "timeout_s") -> None:
+        self._end(self._failure or overdue(self.label, self._absent, timeout_s, limit))
 
     @property
     def _absent(self) -> list[int]:

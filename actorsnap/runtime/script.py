@@ -187,10 +187,11 @@ def run_sync(script: Script[T], *, name: str) -> T:
         UsageError: a running event loop must not be blocked.
     """
     refuse_running_loop(name)
-    return _drive_sync(script)
+    return drive_sync(script)
 
 
-def _drive_sync(script: Script[T]) -> T:
+def drive_sync(script: Script[T]) -> T:
+    """``run_sync`` that also blocks a running event loop."""
     try:
         step = next(script)
         while True:
@@ -216,7 +217,7 @@ def _drive_sync(script: Script[T]) -> T:
 
 async def run_blocking(script: Script[T]) -> T:
     """``run_async`` for the methods of ``blocking_call``: blocks, and never suspends."""
-    return _drive_sync(script)
+    return drive_sync(script)
 
 
 def blocking_call(

@@ -75,6 +75,10 @@ class TakeCall:
 
     Attributes:
         refusal: Fails the save on all ranks before it calls ``state_dict``.
+        capture: Replaces the capture of ``app_state``; gets all global ranks and this one. Its
+            error fails the save on all ranks.
+        joins_promptly: See ``Team.begin``.
+        nonce: See ``Label``.
     """
 
     path: str | os.PathLike[str]
@@ -91,6 +95,9 @@ class TakeCall:
     store: Any
     refusal: Exception | None = None
     progress: bool = False
+    capture: Callable[[Sequence[int], int], Captured] | None = None
+    joins_promptly: bool = False
+    nonce: str = ""
     begun_s: float = field(default_factory=time.monotonic)
 
 
@@ -176,13 +183,17 @@ def _prepare(
         open_ready_location(host, location, fsync=options.fsync)
     else:
         yield lambda host: open_location(host, location, fsync=options.fsync)
-    captured = capture(
-        call.app_state,
-        replicated=replicated,
-        allow_pickle=options.allow_pickle,
-        ranks=ranks,
-        rank=ranks[0 if membership is None else membership.team.rank],
-    )
+    rank = ranks[0 if membership is None else membership.team.rank]
+    if call.capture is not None:
+        captured = call.capture(ranks, rank)
+    else:
+        captured = capture(
+            call.app_state,
+            replicated=replicated,
+            allow_pickle=options.allow_pickle,
+            ranks=ranks,
+            rank=rank,
+        )
     fence = None
     if call.stage == "lazy":
         leaves = captured.leaves
@@ -267,7 +278,12 @@ def _is_same(there: Any, here: Any) -> bool:
 def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Save]:
     """Like ``_prepare``, but an error becomes a save that fails on all ranks."""
     options = call.options if isinstance(call.options, Options) else Options()
-    membership = team.join(_label_of(call, is_async), options, begun_s=call.begun_s)
+    membership = team.join(
+        _label_of(call, is_async),
+        options,
+        begun_s=call.begun_s,
+        joins_promptly=call.joins_promptly,
+    )
     try:
         return (yield from _prepare(call, is_async, team.ranks, membership))
     except Exception as error:
@@ -285,7 +301,8 @@ def _label_of(call: TakeCall, is_async: bool) -> Label | None:
     """None for bad input, which ``_prepare`` refuses."""
     kind = CallKind.ASYNC_TAKE if is_async else CallKind.TAKE
     try:
-        return Label(kind, make_location(call.path, None).canonical, check_step(call.step))
+        url = make_location(call.path, None).canonical
+        return Label(kind, url, check_step(call.step), call.nonce)
     except Exception:  # __fspath__ may raise anything
         return None
 

@@ -9,6 +9,7 @@ import os
 import threading
 import time
 import weakref
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -22,8 +23,9 @@ from actorsnap.protocol.save import PlanCache
 from actorsnap.protocol.uploader import LeaveTeam, TakeOver
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.process import listens_at
-from actorsnap.state.process_group import Group, find_group, find_prefix
+from actorsnap.state.process_group import Group, find_group, find_prefix, has_queues
 from actorsnap.transport.ends import RelayedEnds
+from actorsnap.transport.meeting import Meeting
 from actorsnap.transport.store import CONNECT_S, StorePort
 
 logger = Log(__name__)
@@ -120,7 +122,12 @@ class Team(TeamMemory):
             return self._connection
 
     def begin(
-        self, label: Label | None, options: Options, *, begun_s: float | None = None
+        self,
+        label: Label | None,
+        options: Options,
+        *,
+        begun_s: float | None = None,
+        joins_promptly: bool = False,
     ) -> TeamCall:
         """Takes the number of the next call, and reports its label. Close the result.
 
@@ -130,19 +137,33 @@ class Team(TeamMemory):
         Args:
             label: None for bad input: the call must fail.
             begun_s: Start of ``Options.timeout_s``, of ``time.monotonic``; None: now.
+            joins_promptly: All ranks must have begun after ``Options.lost_after_s``, not only after
+                ``timeout_s``.
 
         Raises:
             UsageError: In a fork of the owner's process.
         """
-        call = TeamCall(self, label, options, time.monotonic() if begun_s is None else begun_s)
+        call = TeamCall(
+            self,
+            label,
+            options,
+            time.monotonic() if begun_s is None else begun_s,
+            joins_promptly,
+        )
         self._host.submit(call.start())
         return call
 
     def join(
-        self, label: Label | None, options: Options, *, begun_s: float | None = None
+        self,
+        label: Label | None,
+        options: Options,
+        *,
+        begun_s: float | None = None,
+        joins_promptly: bool = False,
     ) -> Membership:
         """See ``begin``."""
-        return Membership(self, self.begin(label, options, begun_s=begun_s))
+        call = self.begin(label, options, begun_s=begun_s, joins_promptly=joins_promptly)
+        return Membership(self, call)
 
     @property
     def can_be_continued(self) -> bool:
@@ -185,7 +206,17 @@ class TeamCall:
     If a call with this number ended without this rank, takes the next number.
     """
 
-    def __init__(self, team: Team, label: Label | None, options: Options, begun_s: float) -> None:
+    def __init__(
+        self,
+        team: Team,
+        label: Label | None,
+        options: Options,
+        begun_s: float,
+        joins_promptly: bool = False,
+    ) -> None:
+        timeout_s, limit = options.timeout_s, "timeout_s"
+        if joins_promptly and options.lost_after_s < timeout_s:
+            timeout_s, limit = options.lost_after_s, "lost_after_s"
         self._port = team.port
         self._begun_s = begun_s
         self._has_label = label is not None
@@ -198,7 +229,8 @@ class TeamCall:
             self._save.participant,
             rank=team.rank,
             label=label,
-            timeout_s=options.timeout_s,
+            timeout_s=timeout_s,
+            limit=limit,
             renew=self._renew,
         )
         self.coordinator: Roll | None = None
@@ -208,7 +240,8 @@ class TeamCall:
                 roll_call=RollCall(
                     label=label, world_size=team.world_size, is_known=self._has_label
                 ),
-                timeout_s=options.timeout_s,
+                timeout_s=timeout_s,
+                limit=limit,
                 renew=self._renew_all,
             )
 
@@ -289,6 +322,9 @@ class Membership:
 
 _numbers = itertools.count()
 _teams: dict[tuple[str, int], Team] = {}
+_meetings: weakref.WeakKeyDictionary[Any, dict[str, Meeting]] = weakref.WeakKeyDictionary()
+"""By store without queues, and name of the group."""
+
 _lock = threading.Lock()
 
 
@@ -301,8 +337,13 @@ def find_team(group: Any, store: Any) -> Team | None:
     found = find_group(group, store)
     if found is None:
         return None
-    key = (found.name, id(found.store))
     with _lock:
+        if not has_queues(found.store):
+            meetings = _meetings.setdefault(found.store, {})
+            if found.name not in meetings:
+                meetings[found.name] = Meeting(found.store, name=found.name, rank=found.rank)
+            found = replace(found, store=meetings[found.name])
+        key = (found.name, id(found.store))
         for gone in [k for k, team in _teams.items() if team.store() is None]:
             _teams.pop(gone).close()
         team = _teams.get(key)

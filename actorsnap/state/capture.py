@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from actorsnap.format.geometry import Box, c_strides
 from actorsnap.format.manifest import (
     CompositeEntry,
     ContainerEntry,
+    ContainerType,
     TensorType,
     ValueEntry,
     ViewEntry,
@@ -102,7 +104,7 @@ def capture(
     replicas = replication(app_state) if len(ranks) > 1 else {}
     collector = _Collector(globs, allow_pickle, ranks, rank, _attributes_in(app_state))
     for key in sorted(states):
-        collector.add_state(key, states[key], replicas.get(key))
+        collector.add_state(escape(key), states[key], replicas.get(key))
     collector.raise_refusals()
     collector.mark_devices()
     globs.warn_unmatched()
@@ -112,6 +114,54 @@ def capture(
         tuple(collector.sharded),
         {path: class_names(found) for path, found in optimizers_in(app_state).items()},
     )
+
+
+@dataclass(frozen=True, slots=True)
+class HeldLeaf:
+    """A value that this rank stores; plain containers are taken apart.
+
+    Attributes:
+        path: Escaped.
+        box: Of a shard, whose tensor is ``value``: its place in a tensor of ``global_shape``.
+    """
+
+    path: str
+    value: object
+    box: Box | None = None
+    global_shape: tuple[int, ...] = ()
+
+
+def capture_leaves(
+    leaves: Iterable[HeldLeaf],
+    containers: Mapping[str, ContainerType],
+    *,
+    replicated: bool,
+    allow_pickle: bool,
+) -> Captured:
+    """Captures leaves that other code has assigned to this rank; divides nothing with other ranks.
+
+    Args:
+        containers: Types of containers above the leaves, by path, outer ones first.
+        replicated: Other ranks may read the leaves; False: they are private.
+
+    Raises:
+        UsageError: Some leaves cannot be stored. Names all.
+    """
+    collector = _Collector(_Globs(()), allow_pickle, (), 0, {})
+    for path, kind in containers.items():
+        collector.add_container(path, kind)
+    for leaf in leaves:
+        if leaf.box is None:
+            collector.add_state(leaf.path, leaf.value, are_replicated=replicated)
+        else:
+            collector.add_shard(leaf)
+    collector.raise_refusals()
+    collector.mark_devices()
+    parts = collector.finish()
+    for part in parts:
+        if type(part) is Leaf and part.item.replicated:
+            part.rank_zero_wins = True  # this rank writes all of it
+    return Captured(parts)
 
 
 def optimizers_in(app_state: Mapping[str, Any]) -> dict[str, tuple[torch.optim.Optimizer, ...]]:
@@ -226,13 +276,22 @@ class _Collector:
         self._lanes: dict[torch.device, devices.Lane] = {}
         self._waits: set[torch.device] = set()
 
-    def add_state(self, key: str, state: object, replicas: Replication | None = None) -> None:
-        paths, values = flatten(escape(key), state)
+    def add_state(
+        self,
+        root: str,
+        state: object,
+        replicas: Replication | None = None,
+        *,
+        are_replicated: bool = False,
+    ) -> None:
+        paths, values = flatten(root, state)
         parts = self._parts
         globs = self._globs
         for path, value in zip(paths, values, strict=True):
             kind = type(value)
-            replicated = globs is not None and kind is not Container and globs.match(path)
+            replicated = are_replicated or (
+                globs is not None and kind is not Container and globs.match(path)
+            )
             if replicas is not None and not replicated and kind is not Container:
                 replica = replicas.find(human(path.partition("/")[2], "."))
                 if replica is not None:
@@ -253,6 +312,29 @@ class _Collector:
                 self._add_distributed(path, value)
             else:
                 self._add_value(path, value, replicated)
+
+    def add_container(self, path: str, kind: ContainerType) -> None:
+        self._parts.append(ContainerEntry(path=path, type=kind))
+
+    def add_shard(self, leaf: HeldLeaf) -> None:
+        tensor, box = leaf.value, leaf.box
+        assert isinstance(tensor, torch.Tensor)
+        assert box is not None
+        why = refusal(tensor)
+        if why is None and is_composite(tensor):
+            why = f"is a shard with dtype {tensor.dtype} and layout {tensor.layout}; make it dense"
+        if why is not None:
+            self._refuse(leaf.path, why)
+            return
+        whole = Sharding(
+            leaf.global_shape,
+            DTYPE_NAMES[tensor.dtype],
+            tensor_type(tensor),
+            tensor.requires_grad,
+            (),
+            (LocalPiece(box, tensor.detach(), None),),
+        )
+        self._add_pieces(leaf.path, whole, tensor)
 
     def _refuse(self, path: str, why: str | None) -> None:
         self._refused.append(f"{path!r} {why}")

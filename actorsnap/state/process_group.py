@@ -37,7 +37,8 @@ class Group:
     Attributes:
         rank: Rank in the group.
         ranks: Global ranks, in the order of the group.
-        store: Has queues (``transport.store.QueueStore``). Clone it before use.
+        store: Clone it before use. Has queues (``transport.store.QueueStore``), or is a FileStore:
+            then ranks meet at another one (``transport.meeting``).
         name: Unique at one store and equal on all ranks.
         address: Address of the store below all prefixes, if any.
     """
@@ -48,6 +49,11 @@ class Group:
     store: Any
     name: str
     address: StoreAddress | None = None
+
+    @classmethod
+    def of_one(cls) -> Group:
+        """Returns a group of this process only, also in a job of many."""
+        return cls(0, 1, (global_rank(),), None, "one")
 
 
 def global_rank() -> int:
@@ -71,7 +77,7 @@ def find_group(
 
     Args:
         group: A ``ProcessGroup`` with this process. None takes the default one if initialised, else
-            torchrun's environment variables.
+            torchrun's environment variables. Or a ``Group``.
         store: A c10d store of all ranks, instead of the group's own. Jobs that share one need a
             ``PrefixStore`` each.
         environ: Replaces the process environment.
@@ -80,6 +86,8 @@ def find_group(
         UsageError: This process is not in ``group``, the store has no queues, or ranks contradict
             each other.
     """
+    if isinstance(group, Group):
+        return group if group.world_size > 1 else None
     process_group = _process_group(group)
     if process_group is not None:
         return _of_process_group(process_group, store, environ)
@@ -99,6 +107,20 @@ def find_group(
         store = _store_of_environment(os.getpid(), environ["MASTER_ADDR"], port, is_host)
         name = f"{_job(environ)}/env"
     return _group(rank, tuple(range(world_size)), store, name)
+
+
+def subgroup(rank: int, ranks: tuple[int, ...]) -> Group:
+    """Returns ranks of the default process group, which need no process group of their own.
+
+    Args:
+        rank: Position of this process in ``ranks``.
+
+    Raises:
+        UsageError: See ``find_group``.
+    """
+    store = _store_of(_distributed().group.WORLD)
+    digest = hashlib.sha256(repr(ranks).encode()).hexdigest()[:12]
+    return _group(rank, ranks, store, f"{_job(os.environ)}/ranks@{digest}")
 
 
 def find_prefix(store: Any) -> str:
@@ -123,6 +145,10 @@ def find_prefix(store: Any) -> str:
         store.set(_PREFIX_KEY, whole.removesuffix(key).rstrip("/"))
     prefix: bytes = store.get(_PREFIX_KEY)
     return prefix.decode()
+
+
+def has_queues(store: Any) -> bool:
+    return not isinstance(_without_prefixes(store), _distributed().FileStore)
 
 
 def _without_prefixes(store: Any) -> Any:
@@ -203,10 +229,10 @@ def _check_store(store: Any) -> StoreAddress | None:
     )
     if isinstance(store, StoreAt):
         return store.address
+    if isinstance(base, dist.FileStore):
+        return None
     if not all(hasattr(store, name) for name in _METHODS):
         raise UsageError(f"store must be a c10d store, not {type(store).__name__}; {remedy}")
-    if isinstance(base, dist.FileStore):
-        raise UsageError(f"a FileStore has no queues, which messages need; {remedy}")
     if isinstance(base, dist.HashStore):
         raise UsageError(f"a HashStore is known to one process only; {remedy}")
     if isinstance(base, dist.TCPStore) and not getattr(base, "libuvBackend", True):

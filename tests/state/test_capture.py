@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from actorsnap.errors import UsageError
+from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     BytesEntry,
     ContainerEntry,
@@ -16,7 +17,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.state.capture import capture
+from actorsnap.state.capture import HeldLeaf, capture, capture_leaves
 from actorsnap.state.restore.build import prepare
 from actorsnap.state.sources import Leaf
 from actorsnap.state.stateful import StateDict
@@ -130,3 +131,25 @@ def test_very_many_small_tensors(num_tensors: int) -> None:
     result = restore.build()
     assert all(result[name] is tensor for name, tensor in target.items())
     assert torch.equal(torch.stack(list(target.values())), memory)
+
+
+def test_leaves_that_are_assigned_to_this_rank() -> None:
+    """The coordinator need not hear of them: they are in no scope."""
+    leaves = [
+        HeldLeaf("a/x", torch.ones(4)),
+        HeldLeaf("a/y", torch.ones(2, 3), Box((2, 0), (2, 3)), (4, 3)),
+        HeldLeaf("b/0/n", 7),
+    ]
+    captured = capture_leaves(leaves, {"b": "list"}, replicated=True, allow_pickle=False)
+    assert captured.scopes == {}
+    whole, shard = captured.leaves
+    assert whole.item.replicated
+    assert (shard.item.offsets, shard.item.global_shape) == ((2, 0), (4, 3))
+    assert not captured.sharded
+    kinds = [type(part).__name__ for part in captured.parts]
+    assert kinds == ["ContainerEntry", "Leaf", "Leaf", "ValueEntry"]
+    private = capture_leaves(leaves, {}, replicated=False, allow_pickle=False)
+    assert not any(leaf.item.replicated for leaf in private.leaves)
+    sparse = HeldLeaf("s", torch.eye(2).to_sparse(), Box((0, 0), (2, 2)), (4, 2))
+    with pytest.raises(UsageError, match="'s' is a shard"):
+        capture_leaves([sparse], {}, replicated=True, allow_pickle=False)

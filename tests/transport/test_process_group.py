@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch.distributed as dist
 
 from actorsnap import UsageError
-from actorsnap.state.process_group import StoreAddress, find_group, likely_ranks
+from actorsnap.state.process_group import Group, StoreAddress, find_group, has_queues, likely_ranks
+from actorsnap.transport.meeting import Meeting
 
 # Their stubs are not exported.
 _dist: Any = dist
@@ -114,11 +116,30 @@ def test_stores_without_queues(tmp_path: Path) -> None:
         FileStore(str(tmp_path / "s"), 2),
         PrefixStore("x", FileStore(str(tmp_path / "t"), 2)),
     ):
-        with pytest.raises(UsageError, match="FileStore has no queues.*pass store="):
-            find_group(store=store, environ=_ranks(0, 2))
+        found = find_group(store=store, environ=_ranks(0, 2))
+        assert found is not None
+        assert found.address is None
+        assert not has_queues(found.store)
     old = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, use_libuv=False)
     with pytest.raises(UsageError, match="use_libuv"):
         find_group(store=old, environ=_ranks(0, 2))
+
+
+def test_a_group_that_was_found_before() -> None:
+    assert find_group(Group.of_one()) is None
+    found = Group(1, 2, (3, 5), HashStore(), "name")
+    assert find_group(found) is found
+
+
+def test_ranks_meet_through_a_file_store(tmp_path: Path) -> None:
+    stores = [FileStore(str(tmp_path / "s"), 2) for _ in range(2)]
+    host, guest = [Meeting(store, name="a", rank=rank) for rank, store in enumerate(stores)]
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(guest.clone)
+        here, there = host.clone(), waiting.result()
+    here.queue_push("box", b"hello")
+    assert there.queue_pop("box") == b"hello"
+    assert host.clone().port == there.port
 
 
 def test_rank_0_cannot_host() -> None:

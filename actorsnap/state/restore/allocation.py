@@ -267,6 +267,32 @@ def _add_boxes(
     memory.surplus_bytes -= sum(piece.tensor.nbytes for piece in pieces)
 
 
+def reads_of_boxes(
+    path: str,
+    dtype: torch.dtype,
+    shards: Sequence[Shard],
+    pieces: Sequence[LocalPiece],
+    holders: Ranks | None,
+) -> list[Wanted]:
+    """Returns reads that fill tensors of the stored dtype with boxes of a stored tensor.
+
+    Args:
+        holders: See ``Wanted``.
+
+    Raises:
+        FormatError: Shards overlap or do not cover the boxes.
+    """
+    planned = plan_boxes(
+        path,
+        [shard.box for shard in shards],
+        [piece.box for piece in pieces],
+        itemsize=dtype.itemsize,
+        block_bytes=[shard.data.block_bytes for shard in shards],
+        disputed={number for number, shard in enumerate(shards) if shard.is_disputed},
+    )
+    return _box_reads(planned, shards, pieces, holders)
+
+
 def _destinations_of_pieces(pair: Pair, base: str) -> list[Destination]:
     pieces = () if pair.sharding is None else pair.sharding.pieces
     return [

@@ -1,0 +1,383 @@
+"""DCP's ``save``, ``async_save`` and ``load``, over snapshots without DCP's planning.
+
+    from actorsnap.interop import dcp
+
+in place of ``import torch.distributed.checkpoint as dcp``. A call with a planner, writer, reader or
+stager of its own goes through torch's function, with the classes of this package for those that it
+leaves out.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import io
+import os
+import traceback
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.stateful import Stateful
+
+from actorsnap.errors import UsageError
+from actorsnap.interop.dcp.catalog import TOP, DcpMark
+from actorsnap.interop.dcp.reader import ActorsnapReader, PlannedReads, load_catalog
+from actorsnap.interop.dcp.writer import (
+    BYTES_IO,
+    ActorsnapWriter,
+    telling_overwrite,
+    write_marker,
+)
+from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
+from actorsnap.protocol.failure import Stage
+from actorsnap.protocol.messages import CallKind, Label
+from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions
+from actorsnap.runtime import taking
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.location import resolve_options
+from actorsnap.runtime.reading import begins_anew
+from actorsnap.runtime.rounds import Rounds, call_together
+from actorsnap.runtime.script import drive_sync
+from actorsnap.runtime.shared_reads import RestoreReads
+from actorsnap.runtime.source import Source
+from actorsnap.runtime.team import find_team
+from actorsnap.runtime.tracing import Observation
+from actorsnap.state.capture import capture
+from actorsnap.state.process_group import Group, global_rank
+from actorsnap.state.restore.allocation import Allocation
+from actorsnap.state.restore.build import KeyRestore
+from actorsnap.state.sources import Captured
+from actorsnap.state.stateful import StateDict
+
+_torch: Any = torch.distributed.checkpoint  # its stubs export little
+
+AsyncCheckpointerType = _torch.state_dict_saver.AsyncCheckpointerType
+
+
+def save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Metadata:
+    """Saves as ``torch.distributed.checkpoint.save`` does; returns when the snapshot is committed.
+
+    Args:
+        storage_writer: An ``ActorsnapWriter`` brings its options; any other goes to torch.
+
+    Returns:
+        What torch returns; read from the snapshot on first use.
+
+    Raises:
+        CheckpointException: Its ``failures`` has the error of ``Snapshot.take``.
+        Exception: Any error of a ``state_dict``.
+    """
+    writer = storage_writer or ActorsnapWriter()
+    if not (use_collectives and _is_native(writer, ActorsnapWriter, planner, DefaultSavePlanner)):
+        metadata: Metadata = _torch.save(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
+        return metadata
+    writer.reset(checkpoint_id)
+    call = _take_call(writer, state_dict, process_group, no_dist=no_dist)
+    with _raising_as_dcp("save"), telling_overwrite(writer.overwrite):
+        saved = drive_sync(taking.take(call, is_async=False))
+    if writer.marker and saved.rank == 0:
+        drive_sync(writer.mark())
+    return SavedMetadata(saved.source(), saved.rank)
+
+
+def async_save(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_writer: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    async_checkpointer_type: Any = AsyncCheckpointerType.THREAD,
+    async_stager: Any = None,
+    no_dist: bool = False,
+    use_collectives: bool = True,
+) -> Any:
+    """Copies the state, and saves it in the background, as ``Snapshot.async_take`` does.
+
+    Args:
+        storage_writer: See ``save``.
+        async_checkpointer_type: ``PROCESS`` stores in actorsnap's uploader process.
+
+    Returns:
+        A ``concurrent.futures.Future`` of ``save``'s result and errors; or what torch returns, if
+        it makes the call.
+
+    Raises:
+        CheckpointException, Exception: See ``save``.
+    """
+    writer = storage_writer or ActorsnapWriter()
+    is_native = _is_native(writer, ActorsnapWriter, planner, DefaultSavePlanner)
+    if not is_native or async_stager is not None or not use_collectives:
+        return _torch.async_save(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_writer=writer,
+            planner=planner,
+            process_group=process_group,
+            async_checkpointer_type=async_checkpointer_type,
+            async_stager=async_stager,
+            no_dist=no_dist,
+            use_collectives=use_collectives,
+        )
+    writer.reset(checkpoint_id)
+    call = _take_call(writer, state_dict, process_group, no_dist=no_dist)
+    if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
+        options = msgspec.structs.replace(resolve_options(call.options), offload="process")
+        call = replace(call, options=options)
+    with _raising_as_dcp("save"), telling_overwrite(writer.overwrite):
+        saving = drive_sync(taking.take(call, is_async=True))
+    result: concurrent.futures.Future[Metadata] = concurrent.futures.Future()
+
+    def settle(finished: concurrent.futures.Future[None]) -> None:
+        error = finished.exception()
+        if error is None:
+            result.set_result(SavedMetadata(saving.source(), saving.rank))
+        else:
+            result.set_exception(_as_dcp("save", error, saving.rank))
+
+    def mark(finished: concurrent.futures.Future[None]) -> None:
+        if finished.exception() is None and writer.marker and saving.rank == 0:
+            writing = saving.host.submit(write_marker(saving.host, saving.location))
+            finished = writing.future
+        finished.add_done_callback(settle)
+
+    saving.finished.add_done_callback(mark)
+    return result
+
+
+def load(
+    state_dict: dict[str, Any],
+    *,
+    checkpoint_id: str | os.PathLike[str] | None = None,
+    storage_reader: Any = None,
+    planner: Any = None,
+    process_group: Any = None,
+    no_dist: bool = False,
+) -> None:
+    """Loads as ``torch.distributed.checkpoint.load`` does: into tensors in place, replacing others.
+
+    All ranks load, or raise. Ranges that many ranks want are read once, as in ``Snapshot.restore``.
+
+    Args:
+        storage_reader: An ``ActorsnapReader`` brings its options; any other goes to torch.
+
+    Raises:
+        CheckpointException: Its ``failures`` has the error: one of ``Snapshot.restore``, or of
+            torch's planner for a missing key or another size.
+        Exception: Any error of a ``load_state_dict``.
+    """
+    reader = storage_reader or ActorsnapReader()
+    is_native = _is_native(reader, ActorsnapReader, planner, DefaultLoadPlanner)
+    if is_native:
+        reader.reset(checkpoint_id)
+    if not is_native or reader.is_foreign():
+        _torch.load(
+            state_dict,
+            checkpoint_id=checkpoint_id,
+            storage_reader=reader,
+            planner=planner,
+            process_group=process_group,
+            no_dist=no_dist,
+        )
+        return
+    group = Group.of_one() if no_dist else process_group
+    with _raising_as_dcp("load"):
+        loaded = drive_sync(_load(reader.source(), state_dict, group, reader.rank))
+    for key in sorted(state_dict):
+        if isinstance(state_dict[key], Stateful):
+            state_dict[key].load_state_dict(loaded[key])
+        else:
+            state_dict[key] = loaded[key]
+
+
+def _is_native(storage: Any, kind: type, planner: Any, default: type) -> bool:
+    if type(storage) is not kind:
+        return False
+    # Options of a planner are seldom used, and torch's function knows all.
+    return planner is None or (type(planner) is default and _is_default(planner, default()))
+
+
+def _is_default(planner: Any, default: Any) -> bool:
+    names = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
+    return all(getattr(planner, name, None) == getattr(default, name, None) for name in names)
+
+
+@contextlib.contextmanager
+def _raising_as_dcp(step: str) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise _as_dcp(step, error, global_rank()) from error
+
+
+def _as_dcp(step: str, error: BaseException, rank: int) -> CheckpointException:
+    """Returns what callers of DCP catch."""
+    stack = traceback.extract_tb(error.__traceback__)
+    failure = CheckpointException(step, {rank: (error, stack)})
+    failure.__cause__ = error
+    return failure
+
+
+# Saving
+
+
+def _take_call(
+    writer: ActorsnapWriter, state_dict: Mapping[str, Any], process_group: Any, *, no_dist: bool
+) -> taking.TakeCall:
+    if writer.path is None:
+        raise UsageError("no path: pass checkpoint_id=, or storage_writer=ActorsnapWriter(path)")
+    allow_pickle = resolve_options(writer.options).allow_pickle
+    return taking.TakeCall(
+        path=writer.path,
+        app_state={},
+        capture=partial(_capture, state_dict, allow_pickle=allow_pickle),
+        replicated=(),
+        overwrite=writer.overwrite,
+        resume=False,
+        step=writer.step,
+        metadata=writer.metadata | DcpMark().metadata(),
+        storage_options=writer.storage_options,
+        options=writer.options,
+        group=Group.of_one() if no_dist else process_group,
+        store=None,
+    )
+
+
+def _capture(
+    state_dict: Mapping[str, Any], ranks: Sequence[int], rank: int, *, allow_pickle: bool
+) -> Captured:
+    """Captures as DCP does: leaves of one name are equal on all ranks.
+
+    Those that are not (states of random generators) are one rank's, never parts of several.
+    """
+    captured = capture(
+        _app_state(state_dict),
+        replicated=["**"],
+        allow_pickle=allow_pickle,
+        ranks=ranks,
+        rank=rank,
+    )
+    for leaf in captured.leaves:
+        if leaf.item.replicated:
+            leaf.item = msgspec.structs.replace(leaf.item, is_whole=True)
+    return captured
+
+
+class _SavedPart:
+    """A value of a state dict, as a stateful to save."""
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def state_dict(self) -> Any:
+        value = self._value
+        return _storable(value.state_dict() if isinstance(value, Stateful) else value)
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        raise NotImplementedError
+
+
+def _app_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns one stateful per key. Tensors and values at the top level share one."""
+    if TOP in state_dict:
+        raise UsageError(f"the key {TOP!r} of a state dict is reserved; rename it")
+    parts: dict[str, Any] = {}
+    top: dict[str, Any] = {}
+    for key, value in state_dict.items():
+        if isinstance(value, Stateful | Mapping):
+            parts[str(key)] = _SavedPart(value)
+        else:
+            top[str(key)] = value
+    if top:
+        parts[TOP] = StateDict(_storable(top))
+    return parts
+
+
+def _storable(value: Any) -> Any:
+    """Returns a state dict as DCP names it: with str keys, and plain containers."""
+    if isinstance(value, Mapping):
+        return {str(key): _storable(item) for key, item in value.items()}
+    if type(value) is list:
+        return [_storable(item) for item in value]
+    return (BYTES_IO, value.getvalue()) if type(value) is io.BytesIO else value
+
+
+class SavedMetadata(Metadata):
+    """The metadata of a saved snapshot, read from it on first use."""
+
+    def __init__(self, source: Source, rank: int) -> None:
+        object.__setattr__(self, "_origin", (source, rank))
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("state_dict_metadata", "planner_data") and name not in vars(self):
+            source, rank = vars(self)["_origin"]
+            vars(self).update(vars(drive_sync(load_catalog(source, rank)).metadata()))
+        return object.__getattribute__(self, name)
+
+    def __reduce__(self) -> Any:
+        return Metadata, (self.state_dict_metadata, self.planner_data)
+
+
+# Loading
+
+
+@begins_anew
+def _load(
+    source: Source, state_dict: Mapping[str, Any], group: Any, view: int | None
+) -> Script[dict[str, Any]]:
+    """Fills a state dict with all ranks, in the rounds of ``protocol.restore``."""
+    label = Label(CallKind.RESTORE, source.location.canonical)
+    decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
+    team = find_team(group, None)
+
+    def body(rounds: Rounds) -> Script[dict[str, Any]]:
+        catalog = yield from load_catalog(source, rounds.rank if view is None else view)
+        ready = Ready(source.location.display_url, catalog.index.attempt)
+        yield from rounds.arrive(msgspec.msgpack.encode(ready), then=Stage.COMPARE)
+        loaded = {
+            key: value.state_dict() if isinstance(value, Stateful) else value
+            for key, value in sorted(state_dict.items())
+        }
+        planner = DefaultLoadPlanner()
+        planner.set_up_planner(loaded, catalog.metadata(), rounds.rank == 0)
+        planned = PlannedReads(catalog, planner.create_local_plan(), planner, source)
+        parts = {
+            key: KeyRestore(None, Allocation(reads=wanted))  # type: ignore[arg-type]
+            for key, wanted in planned.wanted.items()
+        }
+        reads = RestoreReads(source, catalog.index, parts, rounds.team, Observation("restore"))
+        compared = msgspec.msgpack.encode(Comparison(reads.interest(Host.get())))
+        payload = yield from rounds.arrive(compared, then=Stage.READ)
+        how = msgspec.msgpack.decode(payload, type=SharedReadPlan)
+        planned.mark()
+        yield from rounds.perform(lambda host, arrive: reads.read(host, how, arrive, rounds.scope))
+        planned.finish()
+        yield from rounds.arrive(then=Stage.LOAD)
+        yield from rounds.arrive()
+        return loaded
+
+    return (yield from call_together(team, label, source.options, decisions, body))

@@ -1,0 +1,427 @@
+"""``torch.distributed.checkpoint`` over snapshots, in one process (``actorsnap.interop.dcp``)."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import gc
+import importlib
+import io
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+import anyio.lowlevel
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+
+from actorsnap import NotASnapshot, ObjectExists, Options, StateDict, UsageError
+from actorsnap.format.manifest import TensorEntry
+from actorsnap.interop import dcp as ours
+from actorsnap.interop.dcp import (
+    ActorsnapReader,
+    ActorsnapStager,
+    ActorsnapWriter,
+    install,
+    installed,
+)
+from actorsnap.runtime.host import Host
+from actorsnap.sync import Snapshot
+
+dcp: Any = torch.distributed.checkpoint  # its stubs export little
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)"),
+    pytest.mark.filterwarnings("ignore:Detected an existing checkpoint"),
+    pytest.mark.filterwarnings("ignore:TypedStorage is deprecated"),  # torch 2.9's own writer
+]
+
+
+def _state(scale: float = 1.0) -> dict[str, Any]:
+    torch.manual_seed(0)
+    weight = torch.randn(8, 6) * scale
+    return {
+        "model": {"layer.weight": weight, "tied": weight, "bias": torch.randn(6).bfloat16()},
+        "optim": {
+            "state": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(6, 8).t()}},
+            "param_groups": [{"lr": 0.1, "betas": (0.9, 0.999), "params": [0, 1]}],
+        },
+        "deep": [[1, 2], [{"x": torch.arange(3)}], (torch.ones(2), "s")],
+        "step": 7,
+        "name": "run",
+        "nothing": None,
+        "numbers": [1.5, 2.5],
+        "flat": torch.arange(4),
+        "bytes": b"\x00\xff",
+        "io": io.BytesIO(b"content"),
+        "array": np.arange(5, dtype=np.int32),
+        "scalar": torch.tensor(2.5, dtype=torch.float64),
+        "empty": torch.empty(0, 3),
+    }
+
+
+def _zeroed(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return torch.zeros_like(value)
+    if isinstance(value, dict):
+        return type(value)({key: _zeroed(item) for key, item in value.items()})
+    if isinstance(value, list):
+        return [_zeroed(item) for item in value]
+    return "other"
+
+
+def _same(one: Any, other: Any) -> Any:
+    if isinstance(one, torch.Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
+    if isinstance(one, io.BytesIO):
+        return one.getvalue() == other.getvalue()
+    if isinstance(one, dict):
+        return [*map(str, one)] == [*map(str, other)] and all(
+            map(_same, one.values(), other.values())
+        )
+    if isinstance(one, list | tuple):
+        return type(one) is type(other) and len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and one == other
+
+
+def test_a_state_dict_round_trips_as_a_snapshot(tmp_path: Path) -> None:
+    state = _state()
+    metadata = dcp.save(state, storage_writer=ActorsnapWriter(tmp_path / "s"))
+    assert not [*tmp_path.glob("s/.metadata"), *tmp_path.rglob("*.distcp")]
+    back = _zeroed(state)
+    weight = back["model"]["layer.weight"]
+    dcp.load(back, storage_reader=ActorsnapReader(tmp_path / "s"))
+    assert _same(state, back)
+    assert back["model"]["layer.weight"] is weight
+    read = ActorsnapReader(tmp_path / "s").read_metadata()
+    assert read.state_dict_metadata.keys() == metadata.state_dict_metadata.keys()
+    assert read.planner_data == metadata.planner_data
+
+
+def test_actorsnap_reads_it(tmp_path: Path) -> None:
+    state = _state()
+    dcp.save(state, storage_writer=ActorsnapWriter(tmp_path / "s", step=3, metadata={"a": 1}))
+    snapshot = Snapshot(tmp_path / "s")
+    assert snapshot.verify("full").ok
+    assert (snapshot.step, snapshot.metadata["a"]) == (3, 1)
+    assert snapshot.read_object("dcp/step") == 7
+    assert snapshot.read_object("optim/param_groups/0/betas") == (0.9, 0.999)
+    model = StateDict(**_zeroed(state["model"]))
+    snapshot.restore({"model": model})
+    assert _same(dict(model), state["model"])
+
+
+def test_dcp_reads_an_ordinary_snapshot(tmp_path: Path) -> None:
+    state = _state()
+    nested = {key: StateDict(value) for key, value in state.items() if isinstance(value, dict)}
+    nested["more"] = StateDict(x=(1, 2), y=[3, 4], z=[torch.ones(2)], deep=state["deep"])
+    Snapshot.take(tmp_path / "s", nested)
+    back = {key: _zeroed(dict(value)) for key, value in nested.items()}
+    dcp.load(back, storage_reader=ActorsnapReader(tmp_path / "s"))
+    assert _same({key: dict(value) for key, value in nested.items()}, back)
+
+
+def test_one_import_changed(tmp_path: Path) -> None:
+    state = _state()
+    metadata = ours.save(state, checkpoint_id=tmp_path / "s")
+    assert [*map(str, tmp_path.glob("s/*.json"))]
+    back = _zeroed(state)
+    weight = back["model"]["layer.weight"]
+    ours.load(back, checkpoint_id=tmp_path / "s")
+    assert _same(state, back)
+    assert back["model"]["layer.weight"] is weight
+    # The same as through torch's functions, in both directions.
+    through = dcp.save(state, storage_writer=ActorsnapWriter(tmp_path / "t"))
+    assert metadata.planner_data == through.planner_data
+    assert metadata.state_dict_metadata.keys() == through.state_dict_metadata.keys()
+    for load, folder in ((ours.load, "t"), (dcp.load, "s")):
+        back = _zeroed(state)
+        load(back, storage_reader=ActorsnapReader(tmp_path / folder))
+        assert _same(state, back)
+
+
+def test_a_future_of_an_asynchronous_save(tmp_path: Path) -> None:
+    state = _state()
+    expected = copy.deepcopy(state)
+    future = ours.async_save(state, storage_writer=ActorsnapWriter(tmp_path / "s", marker=True))
+    state["model"]["layer.weight"].zero_()
+    assert "model.layer.weight" in future.result().state_dict_metadata
+    assert (tmp_path / "s" / ".metadata").read_text().startswith("# actorsnap")
+    back = _zeroed(state)
+    ours.load(back, checkpoint_id=tmp_path / "s")
+    assert _same(expected, back)
+    with pytest.raises(CheckpointException) as caught:
+        ours.async_save(
+            state, storage_writer=ActorsnapWriter(tmp_path / "s", overwrite=False)
+        ).result()
+    assert isinstance(caught.value.failures[0][0], ObjectExists)
+
+
+@pytest.mark.parametrize("passed", ["writer", "stager"])
+def test_staging_copies_into_the_arena(tmp_path: Path, passed: str) -> None:
+    state = _state()
+    expected = copy.deepcopy(state)
+    writer = ActorsnapWriter(tmp_path / "s")
+    stager = ActorsnapStager() if passed == "stager" else None
+    staged = (stager or writer).stage(state)
+    assert staged["model"]["tied"].data_ptr() == staged["model"]["layer.weight"].data_ptr()
+    assert _same(staged, expected)
+    lent = Host.get().resources.arena.lent_bytes
+    assert lent >= staged["model"]["tied"].nbytes
+    del staged
+    gc.collect()
+    Host.get().submit(anyio.lowlevel.checkpoint()).future.result()
+    assert Host.get().resources.arena.lent_bytes < lent
+    future = dcp.async_save(state, storage_writer=writer, async_stager=stager)
+    state["model"]["layer.weight"].zero_()
+    future.result()
+    back = _zeroed(state)
+    dcp.load(back, storage_reader=ActorsnapReader(tmp_path / "s"))
+    assert _same(expected, back)
+
+
+def test_installed(tmp_path: Path) -> None:
+    state = _state()
+    torchs = dcp.FileSystemWriter
+    dcp.save(state, checkpoint_id=tmp_path / "old")
+    with installed(marker=True):
+        assert dcp.FileSystemWriter is not torchs
+        dcp.save(state, checkpoint_id=str(tmp_path / "s"))
+        dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "t", True, thread_count=2))
+        for folder in ("s", "t", "old"):  # torch's own reader reads the last
+            back = _zeroed(state)
+            dcp.load(back, checkpoint_id=tmp_path / folder)
+            assert _same(state, back)
+        with pytest.raises(UsageError, match="installed already"):
+            install()
+        with pytest.raises(RuntimeError, match="Cannot detect"):
+            dcp.save(state, checkpoint_id="nowhere://x")
+    assert dcp.FileSystemWriter is torchs
+    assert Snapshot(tmp_path / "s").verify("full").ok
+    assert Snapshot(tmp_path / "t").verify("full").ok
+    with pytest.raises(CheckpointException):  # an UnpicklingError
+        dcp.load(_zeroed(state), checkpoint_id=tmp_path / "s")
+    back = _zeroed(state)
+    ours.load(back, checkpoint_id=tmp_path / "old")
+    assert _same(state, back)
+
+
+def test_torchs_converters_when_installed(tmp_path: Path) -> None:
+    format_utils: Any = importlib.import_module("torch.distributed.checkpoint.format_utils")
+    state = {"model": {"w": torch.arange(4.0)}, "step": 3}
+    torch.save(state, tmp_path / "a.pt")
+    with installed():
+        format_utils.torch_save_to_dcp(tmp_path / "a.pt", tmp_path / "s")
+        format_utils.dcp_to_torch_save(tmp_path / "s", tmp_path / "b.pt")
+    assert Snapshot(tmp_path / "s").verify().ok
+    assert _same(dict(sorted(torch.load(tmp_path / "b.pt").items())), state)
+
+
+def test_a_subset_of_keys(tmp_path: Path) -> None:
+    state = _state()
+    ours.save(state, checkpoint_id=tmp_path / "s")
+    loaded = state_dict_loader._load_state_dict_from_keys(
+        {"optim.state", "step"}, storage_reader=ActorsnapReader(tmp_path / "s")
+    )
+    assert _same(
+        dict(sorted(loaded.items())), {"optim": {"state": state["optim"]["state"]}, "step": 7}
+    )
+
+
+class _Renames(DefaultSavePlanner):
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False
+    ) -> None:
+        renamed = {f"new_{key}": value for key, value in state_dict.items()}
+        super().set_up_planner(renamed, storage_meta, is_coordinator)
+
+
+class _Halves(DefaultSavePlanner):
+    """Casts, as in torch's documentation."""
+
+    def create_local_plan(self) -> Any:
+        plan = super().create_local_plan()
+        for item in plan.items:
+            if item.tensor_data is not None:
+                item.tensor_data.properties.dtype = torch.float16
+        return plan
+
+    def resolve_data(self, item: Any) -> Any:
+        data: Any = super().resolve_data(item)
+        return data if item.tensor_data is None else data.to(torch.float16)
+
+
+def test_planners_rename_cast_and_load_partly(tmp_path: Path) -> None:
+    state: dict[str, Any] = {"a": {"x": torch.arange(4.0)}, "b": 3}
+    dcp.save(state, storage_writer=ActorsnapWriter(tmp_path / "r"), planner=_Renames())
+    back: dict[str, Any] = {"new_a": {"x": torch.zeros(4)}, "new_b": 0}
+    dcp.load(back, storage_reader=ActorsnapReader(tmp_path / "r"))
+    assert _same(back, {"new_a": state["a"], "new_b": 3})
+    ours.save(state, checkpoint_id=tmp_path / "h", planner=_Halves())
+    entry = Snapshot(tmp_path / "h").get_manifest()["0/a/x"]
+    assert isinstance(entry, TensorEntry)
+    assert entry.dtype == "float16"
+    whole: dict[str, Any] = {"a": {"x": torch.zeros(4)}, "b": 0}
+    ours.load(whole, checkpoint_id=tmp_path / "h")
+    assert _same(whole, state)
+    more: dict[str, Any] = {"a": {"x": torch.zeros(4), "y": torch.zeros(1)}}
+    for load in (dcp.load, ours.load):
+        with pytest.raises(CheckpointException, match="Missing key in checkpoint state_dict: a.y"):
+            load(more, storage_reader=ActorsnapReader(tmp_path / "h"))
+    partly = DefaultLoadPlanner(allow_partial_load=True)
+    ours.load(more, checkpoint_id=tmp_path / "h", planner=partly)
+    assert _same(more["a"]["x"], state["a"]["x"])
+
+
+@pytest.mark.parametrize("load", [dcp.load, ours.load], ids=["torch", "ours"])
+def test_what_does_not_fit(tmp_path: Path, load: Any) -> None:
+    ours.save({"a": {"x": torch.arange(4.0)}}, checkpoint_id=tmp_path / "s")
+    with pytest.raises(CheckpointException, match="Size mismatch"):
+        load({"a": {"x": torch.zeros(5)}}, storage_reader=ActorsnapReader(tmp_path / "s"))
+    with pytest.raises(CheckpointException) as caught:
+        load({}, storage_reader=ActorsnapReader(tmp_path / "none"))
+    assert isinstance(caught.value.failures[0][0], NotASnapshot)
+    cast: dict[str, Any] = {"a": {"x": torch.zeros(4, dtype=torch.int64)}}
+    load(cast, storage_reader=ActorsnapReader(tmp_path / "s"))
+    assert cast["a"]["x"].tolist() == [0, 1, 2, 3]
+    strided: dict[str, Any] = {"a": {"x": torch.zeros(4, 2)[:, 0]}}
+    load(strided, storage_reader=ActorsnapReader(tmp_path / "s"))
+    assert strided["a"]["x"].tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("save", [dcp.save, ours.save], ids=["torch", "ours"])
+def test_overwriting(tmp_path: Path, save: Any) -> None:
+    for number in range(2):
+        save({"n": number}, storage_writer=ActorsnapWriter(tmp_path / "s"))
+    with pytest.raises(CheckpointException, match=r"Checkpoint already exists.*self.overwrite="):
+        save({"n": 2}, storage_writer=ActorsnapWriter(tmp_path / "s", overwrite=False))
+    assert Snapshot(tmp_path / "s").read_object("dcp/n") == 1
+
+
+@pytest.mark.parametrize("save", [dcp.save, ours.save], ids=["torch", "ours"])
+def test_objects_need_allow_pickle(tmp_path: Path, save: Any) -> None:
+    state = {"a": {"value": {1, 2}}}
+    with pytest.raises(CheckpointException, match="'a/value' is a set"):
+        save(state, storage_writer=ActorsnapWriter(tmp_path / "s"))
+    options = Options(allow_pickle=True)
+    save(state, storage_writer=ActorsnapWriter(tmp_path / "s", options=options))
+    back = {"a": {"value": None}}
+    with pytest.raises(CheckpointException, match="allow_pickle"):
+        dcp.load(back, storage_reader=ActorsnapReader(tmp_path / "s"))
+    dcp.load(back, storage_reader=ActorsnapReader(tmp_path / "s", options=options))
+    assert back == state
+
+
+def test_a_planner_that_does_not_flatten(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2), "n": [1, (2, 3)]}, "t": torch.zeros(3), "v": 5}
+    planner = DefaultSavePlanner(flatten_state_dict=False)
+    dcp.save(state, storage_writer=ActorsnapWriter(tmp_path / "s"), planner=planner)
+    back = {"model": {"w": torch.zeros(2)}, "t": torch.ones(3), "v": 0}
+    dcp.load(
+        back,
+        storage_reader=ActorsnapReader(tmp_path / "s"),
+        planner=DefaultLoadPlanner(False, flatten_sharded_tensors=False),
+    )
+    assert _same(back, state)
+
+
+def test_a_writer_is_pickled_for_a_process(tmp_path: Path) -> None:
+    writer = pickle.loads(pickle.dumps(ActorsnapWriter(tmp_path / "s", options=Options())))
+    assert writer.path == tmp_path / "s"
+
+
+def test_reserved_and_ambiguous_names(tmp_path: Path) -> None:
+    for save in (dcp.save, ours.save):
+        with pytest.raises((CheckpointException, UsageError), match="'dcp'"):
+            save({"dcp": {"x": 1}}, storage_writer=ActorsnapWriter(tmp_path / "s"))
+    Snapshot.take(tmp_path / "t", {"a": StateDict({"b": {0: 1, "0": 2}})})
+    with pytest.raises(CheckpointException, match=r"'a/b/0' and 'a/b/%30'.*one name"):
+        dcp.load({}, storage_reader=ActorsnapReader(tmp_path / "t"))
+
+
+def test_other_storages() -> None:
+    for save in (dcp.save, ours.save):
+        save({"n": torch.ones(3)}, storage_writer=ActorsnapWriter("memory://dcp"))
+        back = {"n": torch.zeros(3)}
+        ours.load(back, checkpoint_id="memory://dcp")
+        assert back["n"].sum() == 3
+
+
+class _Counter:
+    def __init__(self) -> None:
+        self.n = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"n": self.n, "t": torch.full((2,), float(self.n))}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["t"].tolist() == [state["n"]] * 2
+        self.n = state["n"]
+
+
+@pytest.mark.parametrize("calls", [dcp, ours], ids=["torch", "ours"])
+def test_statefuls(tmp_path: Path, calls: Any) -> None:
+    counter = _Counter()
+    counter.n = 5
+    calls.save({"c": counter}, storage_writer=ActorsnapWriter(tmp_path / "s"))
+    counter.n = 9
+    calls.load({"c": counter}, storage_reader=ActorsnapReader(tmp_path / "s"))
+    assert counter.n == 5
+
+
+@pytest.mark.parametrize("save", [dcp.save, ours.async_save], ids=["torch", "ours"])
+def test_the_uploader_process_stores(tmp_path: Path, save: Any) -> None:
+    options = Options(offload="process")
+    state = {"a": {"x": torch.arange(1 << 16)}}
+    done = save(state, storage_writer=ActorsnapWriter(tmp_path / "s", options=options))
+    if save is ours.async_save:
+        done.result()
+    uploader = Host.get().resources.uploader
+    assert uploader is not None
+    assert uploader.is_usable
+    back = {"a": {"x": torch.zeros(1 << 16, dtype=torch.int64)}}
+    ours.load(back, checkpoint_id=tmp_path / "s")
+    assert _same(back, state)
+
+
+def test_planner_data_of_a_foreign_planner(tmp_path: Path) -> None:
+    class Foreign(DefaultSavePlanner):
+        def create_global_plan(self, all_plans: Any) -> Any:
+            plans, metadata = super().create_global_plan(all_plans)
+            return [dataclasses.replace(plan, planner_data=object()) for plan in plans], metadata
+
+    with pytest.raises(CheckpointException, match="Foreign has planner_data of its own"):
+        dcp.save({"a": 1}, storage_writer=ActorsnapWriter(tmp_path / "s"), planner=Foreign())
+
+
+def test_extensions_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    writer = ActorsnapWriter(tmp_path / "s", _extensions=[object()])
+    assert "_extensions have no effect" in caplog.text
+    dcp.save({"a": 1}, storage_writer=writer)
+    assert Snapshot(tmp_path / "s").read_object("dcp/a") == 1
+
+
+def test_a_marker_without_a_snapshot(tmp_path: Path) -> None:
+    ours.save({"a": 1}, storage_writer=ActorsnapWriter(tmp_path / "s", marker=True))
+    Snapshot(tmp_path / "s").delete()
+    assert (tmp_path / "s" / ".metadata").exists()
+    for load in (dcp.load, ours.load):
+        with pytest.raises(CheckpointException) as caught:
+            load({"a": 0}, storage_reader=ActorsnapReader(tmp_path / "s"))
+        assert isinstance(caught.value.failures[0][0], NotASnapshot)
+
+
+def test_installing_leaves_torchs_other_writers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "torch.distributed.checkpoint._fsspec_filesystem"
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    with installed():
+        module = importlib.import_module(name)
+        assert not issubclass(module.FsspecReader, ActorsnapReader)

@@ -1,0 +1,148 @@
+"""``torch.distributed.checkpoint`` over snapshots, by real ranks (``actorsnap.interop.dcp``)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actorsnap.sync import Snapshot
+from tests.ranks.models import MODULES
+from tests.support.cases import slow
+from tests.worlds import Director
+
+pytestmark = pytest.mark.usefixtures("forker")
+
+
+@pytest.fixture(scope="module")
+def director() -> Iterator[Director]:
+    imports = ("torch.distributed.checkpoint.state_dict", "actorsnap.interop.dcp")
+    with Director("tests.interop.dcp_ranks", *MODULES, *imports) as director:
+        yield director
+
+
+class Ranks:
+    def __init__(self, director: Director, folder: Path) -> None:
+        self._director = director
+        self._folder = folder
+        self.path = str(folder / "s")
+
+    def __call__(self, num_ranks: int, name: str, store: str = "tcp", **arguments: Any) -> Any:
+        return self._director.play(
+            "direct",
+            num_ranks=num_ranks,
+            name=name,
+            path=self.path,
+            folder=str(self._folder),
+            store=store,
+            **arguments,
+        )
+
+
+@pytest.fixture
+def ranks(director: Director, tmp_path: Path) -> Ranks:
+    return Ranks(director, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "others"),
+    [
+        (2, "fsdp2", 4),
+        slow(4, "fsdp2", 2),
+        slow(4, "hsdp", 2),
+        slow(2, "ddp", 3),
+        slow(4, "fsdp2_and_tp", 4),
+    ],
+)
+def test_training_state_round_trips_and_reshards(
+    ranks: Ranks, num_ranks: int, kind: str, others: int
+) -> None:
+    ranks(num_ranks, "train", kind=kind)
+    snapshot = Snapshot(ranks.path)
+    assert snapshot.verify("full").ok
+    assert len(snapshot.read_object("model/0.weight")) == 37
+    assert ranks(others, "load", kind="ddp" if kind == "ddp" else "fsdp2") == [True] * others
+
+
+@pytest.mark.parametrize("store", ["tcp", "file"])
+def test_the_ranks_are_those_of_the_plans(ranks: Ranks, store: str) -> None:
+    assert ranks(4, "groups", store) == [[0, 1], [0, 1], [2, 3], [2, 3]]
+
+
+@pytest.mark.parametrize("store", ["tcp", slow("file")])
+def test_without_collectives(ranks: Ranks, store: str) -> None:
+    assert ranks(2, "alone", store) == [0, 1]
+
+
+@pytest.mark.parametrize("store", ["tcp", slow("file")])
+def test_cached_plans(ranks: Ranks, store: str) -> None:
+    assert ranks(2, "cached", store) == [[0, 1, 2, 3]] * 2
+
+
+def test_every_layout_into_every_other(ranks: Ranks) -> None:
+    assert all(ranks(4, "reshard"))
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "kind", "store"),
+    [(2, "fsdp2", "file"), slow(2, "fsdp2", "tcp"), slow(4, "hsdp", "tcp"), slow(2, "ddp", "tcp")],
+)
+def test_calls_without_collectives(ranks: Ranks, num_ranks: int, kind: str, store: str) -> None:
+    assert ranks(num_ranks, "native", store, kind=kind) == [0] * num_ranks
+    assert Snapshot(ranks.path).verify("full").ok
+    ranks(3, "load", kind="ddp" if kind == "ddp" else "fsdp2")
+
+
+@pytest.mark.parametrize("how", ["THREAD", slow("PROCESS")])
+def test_torchs_async_save(ranks: Ranks, how: str) -> None:
+    assert ranks(2, "asynchronous", how=how) == [True] * 2
+    assert all(Snapshot(f"{ranks.path}-{number}").verify("full").ok for number in range(3))
+
+
+def test_torchs_own_writer_leaves_a_mixture(ranks: Ranks) -> None:
+    """If this fails, torch has been repaired, and docs/dcp.md is out of date."""
+    assert ranks(2, "mixed") == [[1.0, 2.0]] * 2
+
+
+OLD, NEW = [1.0], [2.0]
+
+
+@pytest.mark.parametrize(
+    ("hook", "rank", "left"),
+    [
+        ("set_up_storage_writer", 1, OLD),
+        ("prepare_local_plan", 1, OLD),
+        ("prepare_global_plan", 0, OLD),
+        ("before_write_data", 1, OLD),
+        ("before_write_data", 0, OLD),
+        ("resolve_data", 1, OLD),
+        ("resolve_data", 0, OLD),
+        ("after_write_data", 1, NEW),
+        ("finish", 0, NEW),
+    ],
+)
+def test_a_rank_that_fails_leaves_a_whole_snapshot(
+    ranks: Ranks, hook: str, rank: int, left: list[float]
+) -> None:
+    for said in ranks(2, "fault", hook=hook, rank=rank):
+        assert rank in said["failed"]
+        assert "injected" in said["errors"][str(rank)]
+        assert said["numbers"] == left
+        assert said["folders"] == 1  # nothing is left of the failed save
+
+
+@pytest.mark.parametrize(
+    ("hook", "failed", "kinds"),
+    [
+        ("read_metadata", [1], ["ValueError"]),
+        ("read_data", [1], ["ValueError"]),
+        ("no_snapshot", [0, 1], ["NotASnapshot"]),
+    ],
+)
+def test_a_failed_load_fails_on_all_ranks(
+    ranks: Ranks, hook: str, failed: list[int], kinds: list[str]
+) -> None:
+    said = ranks(2, "read_fault", hook=hook, rank=1)
+    assert said == [{"failed": failed, "kinds": kinds}] * 2
