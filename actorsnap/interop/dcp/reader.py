@@ -23,11 +23,13 @@ from actorsnap.interop.dcp.catalog import Catalog, DcpMark, DenseEntry, is_dense
 from actorsnap.interop.dcp.writer import BYTES_IO, MARKER, MARKER_TEXT, RAW, can_open
 from actorsnap.log import Log
 from actorsnap.options import Options
+from actorsnap.planning.index import Wants
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location, resolve_options
-from actorsnap.runtime.reading import begins_anew, fetch_wanted, load_index, load_view
+from actorsnap.runtime.partial_index import PartialIndex
+from actorsnap.runtime.reading import begins_anew, fetch_wanted
 from actorsnap.runtime.script import drive_sync
-from actorsnap.runtime.source import Source
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
 from actorsnap.state import objects
 from actorsnap.state.distributed import LocalPiece, Ranks
 from actorsnap.state.process_group import global_rank
@@ -191,10 +193,21 @@ _FileSystemReader = FileSystemReader
 
 @begins_anew
 def load_catalog(source: Source, rank: int) -> Script[Catalog]:
-    """Reads the index as one rank sees it."""
-    commit, _ = yield from load_index(source)
-    index = yield from load_view(source, rank)
-    return Catalog(index, DcpMark.of(commit.metadata))
+    """Reads the index of everything that a rank may read: DCP's ``Metadata`` names it all."""
+
+    async def read(opened: OpenSource) -> Catalog:
+        commit = await opened.reader.commit()
+        index = await source.begin_index(opened, rank, 1)
+        if isinstance(index, PartialIndex):
+            index = await index.complete(
+                opened.reader,
+                opened.errands.run_blocking,
+                Wants(lambda path: True, {}),
+                at_once=MAX_SMALL_READS,
+            )
+        return Catalog(index, DcpMark.of(commit.metadata))
+
+    return (yield from source.perform("read", read))
 
 
 def _read(source: Source, reads: PlannedReads) -> Script[None]:
