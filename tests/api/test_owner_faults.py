@@ -60,7 +60,7 @@ def state_of(rank: int, whole: torch.Tensor = WHOLE) -> dict[str, StateDict]:
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     local = whole[2 * rank : 2 * rank + 2].clone()
     spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
-    sharded = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    sharded = DTensor(local, spec, requires_grad=False)
     return {"model": StateDict(w=sharded), "own": StateDict(rank=rank)}
 
 
