@@ -238,7 +238,7 @@ class _View:
 
 def _begin(source: Source, rank: int) -> Script[_View]:
     async def read(opened: OpenSource) -> _View:
-        begun = await source.begin_index(opened, rank)
+        begun = await source.begin_index(opened, rank, num_ranks=1)
         if isinstance(begun, Index):
             return _View(begun, None)
         wants = Wants(lambda path: False, {})

@@ -17,7 +17,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 import actorsnap
 from actorsnap import StateDict
-from actorsnap.errors import ChecksumMismatch, FormatError, IncompatibleState
+from actorsnap.errors import ChecksumMismatch, FormatError, IncompatibleState, UsageError
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.format.owners import (
     Grid,
@@ -60,7 +60,7 @@ def state_of(rank: int, whole: torch.Tensor = WHOLE) -> dict[str, StateDict]:
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
     local = whole[2 * rank : 2 * rank + 2].clone()
     spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
-    sharded = DTensor(local, spec, requires_grad=False)  # type: ignore[call-arg]
+    sharded = DTensor(local, spec, requires_grad=False)
     return {"model": StateDict(w=sharded), "own": StateDict(rank=rank)}
 
 
@@ -186,7 +186,6 @@ CONTRADICTING = {
     "another shape": with_shape(2 * RANKS, 4),
     "half of the rows": with_shape(RANKS, 3),
     "another mesh": with_mesh((RANKS // 2, 2)),
-    "nothing": changed(lambda owners: Owners()),
 }
 
 
@@ -229,16 +228,24 @@ async def test_a_bad_one(tmp_path: Path, what: str) -> None:
 async def test_one_that_contradicts_a_manifest(tmp_path: Path, what: str) -> None:
     saved = await saved_at(tmp_path / "s")
     put(saved, CONTRADICTING[what])
-    if what == "nothing":  # no path to look for
-        with pytest.raises((FormatError, IncompatibleState)):
-            await restored(saved, 7)
-    else:
-        with pytest.raises(FormatError, match="contradict") as caught:
-            await restored(saved, 7)
-        assert caught.value.key == KEY
+    with pytest.raises(FormatError, match="contradict") as caught:
+        await restored(saved, 7)
+    assert caught.value.key == KEY
     with pytest.raises(FormatError, match="according to the owner index"):
         await verified(saved)
     await reads_right_or_names_it(saved)
+
+
+async def test_one_that_lacks_paths(tmp_path: Path) -> None:
+    """Nobody knows what it lacks, but what is missing is an error."""
+    saved = await saved_at(tmp_path / "s")
+    put(saved, changed(lambda owners: Owners()))
+    with pytest.raises((FormatError, IncompatibleState)):
+        await restored(saved, 7)
+    with pytest.raises((FormatError, UsageError)):
+        await actorsnap.Snapshot(saved).read_object("model/w")
+    with pytest.raises(FormatError, match="according to the owner index"):
+        await verified(saved)
 
 
 async def reads_right_or_names_it(saved: Path) -> None:
