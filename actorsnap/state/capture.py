@@ -147,7 +147,7 @@ def capture_leaves(
     Raises:
         UsageError: Some leaves cannot be stored. Names all.
     """
-    collector = _Collector(_Globs(()), allow_pickle, (), 0, {})
+    collector = _Collector(_Globs(()), allow_pickle, (0,), 0, {})
     for path, kind in containers.items():
         collector.add_container(path, kind)
     for leaf in leaves:
