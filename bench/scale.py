@@ -584,6 +584,53 @@ def _small_in(tree: str, ranks: int, setting: Setting) -> dict[str, float]:
     return found
 
 
+# The save -----------------------------------------------------------------------------------
+
+
+def saved(kind: str, ranks: int) -> dict[str, Any]:
+    """First and repeated save of one coordinator, with and without an owner index."""
+    from actorsnap.protocol.save import PlanCache
+    from bench import simulated
+
+    job = simulated.Job(kind, ranks)
+    found: dict[str, Any] = {}
+    for has_owners in (False, True):
+        memory = PlanCache()
+        for is_repeated in (False, True):
+            run = simulated.coordinate(job, memory, has_owners=has_owners, is_repeated=is_repeated)
+            name = f"{'repeated' if is_repeated else 'first'}{'' if has_owners else ', before'}"
+            found[name] = {
+                "up": run.up,
+                "down": run.down,
+                "cpu_s": round(run.seconds, 3),
+                "owners_cpu_s": round(run.owners_s, 3),
+                "owners_bytes": len(run.owners),
+            }
+    return found
+
+
+def row_save(setting: Setting) -> None:
+    """What the owner index adds to a save of 4,096 ranks; the rest is in ``bench/protocol.py``."""
+    ratios: dict[str, float | None] = {}
+    needs: dict[str, Need] = {}
+    facts: dict[str, Any] = {}
+    for kind in KINDS:
+        note(f"save, 4,096 ranks: {kind}")
+        run = in_child(saved, kind=kind, ranks=4096)
+        note(f"  {run}")
+        facts[kind] = run
+        for name in ("first", "repeated"):
+            after, before = run[name], run[f"{name}, before"]
+            ratios[f"{kind} {name}: bytes"] = (after["up"] + after["down"]) / (
+                before["up"] + before["down"]
+            )
+            ratios[f"{kind} {name}: coordinator s"] = (
+                after["cpu_s"] + after["owners_cpu_s"]
+            ) / max(0.001, before["cpu_s"])
+        needs[f"{kind} repeated: bytes"] = Need(1.0, at_least=False)
+    emit("scale save", ratios=ratios, needs=needs, missing={}, runs=facts)
+
+
 ROWS: dict[str, Callable[[Setting], None]] = {
     "scale-index": row_index,
     "scale-large": row_large,
@@ -592,4 +639,5 @@ ROWS: dict[str, Callable[[Setting], None]] = {
     "scale-read-object": row_read_object,
     "scale-commands": row_commands,
     "scale-small": row_small,
+    "scale-save": row_save,
 }
