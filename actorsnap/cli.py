@@ -150,26 +150,32 @@ def inspect(
     with errors():
         source = make_source(path, option)
         objects = output.DataObjects()
-        document = output.JsonManifests(path)
         trees = output.Trees(depth or sys.maxsize)
 
-        def show(commit: Commit, manifest: RankManifest) -> None:
-            bar.close()
-            if as_json:
-                document.add(commit, objects, manifest)
-                return
-            if manifest.rank == 0:
-                output.write_lines(output.overview(path, commit, objects))
-            trees.add(commit, manifest)
-
         def add(commit: Commit, manifest: RankManifest) -> None:
+            nonlocal trees
             if manifest.rank == 0:
                 objects.clear()
+                trees = output.Trees(depth or sys.maxsize)
             objects.add(manifest)
+            if not as_json:
+                trees.add(commit, manifest)
 
         with progress("reading") as bar:
-            run(reading.each_manifest(source, add, _only_one(source, show), progress=bar))
-        (document if as_json else trees).end()
+            if not as_json:
+                commit = run(reading.each_manifest(source, add, progress=bar))
+            else:
+                document = output.JsonManifests(path)
+
+                def show(commit: Commit, manifest: RankManifest) -> None:
+                    bar.close()
+                    document.add(commit, objects, manifest)
+
+                run(reading.each_manifest(source, add, _only_one(source, show), progress=bar))
+                document.end()
+                return
+        output.write_lines(output.overview(path, commit, objects))
+        trees.print()
 
 
 @app.command()

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,6 +42,8 @@ _MAX_ALIGNED = 60
 _MANY_RANKS = 8
 """Of more ranks, trees that are alike are printed once."""
 
+_SPOOL_BYTES = 16 << 20
+
 _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -53,7 +57,11 @@ def one_line(text: str) -> str:
 
 
 def write_lines(lines: Iterable[str]) -> None:
-    sys.stdout.writelines(f"{one_line(line)}\n" for line in lines)
+    sys.stdout.writelines(_ended(lines))
+
+
+def _ended(lines: Iterable[str]) -> Iterator[str]:
+    return (f"{one_line(line)}\n" for line in lines)
 
 
 def print_columns(rows: Iterable[Sequence[str]]) -> None:
@@ -345,7 +353,7 @@ def overview(path: str, commit: Commit, objects: DataObjects) -> Iterator[str]:
 
 
 class Trees:
-    """Prints the tree of each rank.
+    """The trees of all ranks, which are printed at the end; many are kept in a file.
 
     Of many ranks, one whose leaves are those of an earlier rank, at other offsets or with other
     values, is only counted.
@@ -355,6 +363,7 @@ class Trees:
         self._max_depth = max_depth
         self._shown: dict[int, tuple[int, str]] = {}
         self._run: tuple[int, int, tuple[int, str]] | None = None
+        self._file = tempfile.SpooledTemporaryFile(_SPOOL_BYTES, "w+", encoding="utf-8")
 
     def add(self, commit: Commit, manifest: RankManifest) -> None:
         rank = manifest.rank
@@ -365,23 +374,28 @@ class Trees:
                 if self._run is not None and self._run[2] == like:
                     self._run = (self._run[0], rank, like)
                 else:
-                    self.end()
+                    self._end_run()
                     self._run = (rank, rank, like)
                 return
-        self.end()
+        self._end_run()
         root = tree_of(leaves_of(manifest))
         if alike:
             leaves = count_of(root.num_leaves, "leaf", "leaves")
             self._shown[alike] = rank, f"{leaves}, {size_text(root.nbytes)}"
         if commit.world_size > 1:
             root = Node(children={f"rank {rank}": root})
-        write_lines(draw_tree(root, self._max_depth))
+        self._file.writelines(_ended(draw_tree(root, self._max_depth)))
 
-    def end(self) -> None:
+    def print(self) -> None:
+        self._end_run()
+        self._file.seek(0)
+        shutil.copyfileobj(self._file, sys.stdout)
+
+    def _end_run(self) -> None:
         if self._run is not None:
             first, last, (like, sums) = self._run
             ranks = f"rank {first}" if first == last else f"ranks {first} to {last}, each"
-            write_lines([f"{ranks} like rank {like}  ({sums})"])
+            self._file.writelines(_ended([f"{ranks} like rank {like}  ({sums})"]))
             self._run = None
 
 
