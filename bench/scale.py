@@ -33,7 +33,7 @@ FOLDER = Path(os.environ.get("BENCH_SCALE_DIR", tempfile.gettempdir())) / "actor
 """Kept between runs: 1 GB of manifests."""
 
 KINDS = ("fsdp", "hsdp", "tp", "stages")
-SAMPLE = (0, 1, 0.37, 0.81, -1)
+SAMPLE = (0, 0.37, 0.81, -1)
 """Ranks that are measured: numbers, or parts of all ranks."""
 
 
@@ -79,10 +79,8 @@ def _reset_peak() -> int:
     return status_kib("VmRSS")
 
 
-def restored(
-    saved: list[Any], loaded: list[Any], rank: int, *, stops: bool = False
-) -> dict[str, Any]:
-    """One rank restores. ``stops``: at the first read of data.
+def restored(saved: list[Any], loaded: list[Any], rank: int) -> dict[str, Any]:
+    """One rank restores.
 
     Returns the storage's counts, seconds until the first read, MiB until then.
     """
@@ -106,6 +104,9 @@ def restored(
     begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     report = _restore(f"sim://{source.name}", state, rank)
     end_s = time.perf_counter()
+    if not asked.data:  # the rank holds nothing
+        asked.before_data, asked.first_data_s = asked.index, end_s
+        on_data()
     model = next(iter(state.values()))
     for name, tensor in model.items():
         if not tensor._local_tensor.view(torch.int16).eq(0).all():
@@ -292,7 +293,7 @@ def whole(ranks: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     simulated = _use(is_filled=False)
     small, job = simulated.Job("fsdp", 2, "tiny"), simulated.Job("fsdp", ranks)
-    _restore(f"sim://{small.name}", simulated.app_state(small, 0), 0)
+    _restore(f"sim://{small.name}", simulated.app_state(small, 0), 0, verify=False)
     state = simulated.app_state(small, 0)
     key, tensors = job.tensors(0)
     model = {each.name: torch.empty(each.shape, dtype=torch.bfloat16) for each in tensors}
@@ -303,12 +304,14 @@ def whole(ranks: int) -> dict[str, Any]:
 
     def on_data() -> None:
         found["index_mib"] = (status_kib("VmHWM") - before_kib) / 1024
+        found["index_cpu_s"] = time.process_time() - begin_cpu_s
 
     asked.on_data = on_data
     before_kib = _reset_peak()
-    begin_s = time.perf_counter()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     report = _restore(f"sim://{job.name}", state, 0, verify=False)
     return {
+        "cpu_s": time.process_time() - begin_cpu_s,
         **found,
         "peak_mib": (status_kib("VmHWM") - before_kib) / 1024,
         "index_s": asked.first_data_s - begin_s,
@@ -324,7 +327,7 @@ def row_one_process(setting: Setting) -> None:
     ranks = 1024
     note(f"one process, {ranks} ranks saved")
     _make_all("fsdp", ranks)
-    runs = [in_child(whole, ranks=ranks) for _ in range(3)]
+    runs = [in_child(whole, ranks=ranks) for _ in range(2)]
     note(f"  {runs}")
     emit(
         "scale one process",
@@ -352,13 +355,14 @@ def one_object(kind: str, ranks: int) -> dict[str, Any]:
     num_made = simulated.scheme.snapshots.num_made
     asked = simulated.scheme.asked = simulated.Asked()
     before_kib = _reset_peak()
-    begin_s = time.perf_counter()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     key = job.tensors(0)[0]
     read = Snapshot(f"sim://{job.name}").read_object(f"{key}/layers.50.q_proj")
     elapsed = time.perf_counter() - begin_s
     return {
         "num_made": simulated.scheme.snapshots.num_made - num_made,
         "s": elapsed,
+        "cpu_s": time.process_time() - begin_cpu_s,
         "mib": (status_kib("VmHWM") - before_kib) / 1024,
         "tensor_mib": read.nbytes / MIB,
         "index_bytes": asked.index_bytes,
@@ -396,7 +400,7 @@ def command(ranks: int, words: list[str]) -> dict[str, Any]:
     out = io.StringIO()
     status: object = 0
     before_kib = _reset_peak()
-    begin_s = time.perf_counter()
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
     with redirect_stdout(out):
         try:
             status = shell([*words, f"sim://{job.name}"])
@@ -404,6 +408,7 @@ def command(ranks: int, words: list[str]) -> dict[str, Any]:
             status = end.code
     return {
         "s": time.perf_counter() - begin_s,
+        "cpu_s": time.process_time() - begin_cpu_s,
         "mib": (status_kib("VmHWM") - before_kib) / 1024,
         "requests": asked.index,
         "index_bytes": asked.index_bytes,
@@ -584,6 +589,53 @@ def _small_in(tree: str, ranks: int, setting: Setting) -> dict[str, float]:
     return found
 
 
+# The save -----------------------------------------------------------------------------------
+
+
+def saved(kind: str, ranks: int) -> dict[str, Any]:
+    """First and repeated save of one coordinator, with and without an owner index."""
+    from actorsnap.protocol.save import PlanCache
+    from bench import simulated
+
+    job = simulated.Job(kind, ranks)
+    found: dict[str, Any] = {}
+    for has_owners in (False, True):
+        memory = PlanCache()
+        for is_repeated in (False, True):
+            run = simulated.coordinate(job, memory, has_owners=has_owners, is_repeated=is_repeated)
+            name = f"{'repeated' if is_repeated else 'first'}{'' if has_owners else ', before'}"
+            found[name] = {
+                "up": run.up,
+                "down": run.down,
+                "cpu_s": round(run.seconds, 3),
+                "owners_cpu_s": round(run.owners_s, 3),
+                "owners_bytes": len(run.owners),
+            }
+    return found
+
+
+def row_save(setting: Setting) -> None:
+    """What the owner index adds to a save of 4,096 ranks; the rest is in ``bench/protocol.py``."""
+    ratios: dict[str, float | None] = {}
+    needs: dict[str, Need] = {}
+    facts: dict[str, Any] = {}
+    for kind in KINDS:
+        note(f"save, 4,096 ranks: {kind}")
+        run = in_child(saved, kind=kind, ranks=4096)
+        note(f"  {run}")
+        facts[kind] = run
+        for name in ("first", "repeated"):
+            after, before = run[name], run[f"{name}, before"]
+            ratios[f"{kind} {name}: bytes"] = (after["up"] + after["down"]) / (
+                before["up"] + before["down"]
+            )
+            ratios[f"{kind} {name}: coordinator s"] = (
+                after["cpu_s"] + after["owners_cpu_s"]
+            ) / max(0.001, before["cpu_s"])
+        needs[f"{kind} repeated: bytes"] = Need(1.0, at_least=False)
+    emit("scale save", ratios=ratios, needs=needs, missing={}, runs=facts)
+
+
 ROWS: dict[str, Callable[[Setting], None]] = {
     "scale-index": row_index,
     "scale-large": row_large,
@@ -592,4 +644,5 @@ ROWS: dict[str, Callable[[Setting], None]] = {
     "scale-read-object": row_read_object,
     "scale-commands": row_commands,
     "scale-small": row_small,
+    "scale-save": row_save,
 }

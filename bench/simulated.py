@@ -54,6 +54,7 @@ from actorsnap.protocol.save import (
     Assignment,
     Details,
     Joined,
+    PlanCache,
     Question,
     SaveDecisions,
     decode,
@@ -305,8 +306,9 @@ class _Ledger:
 class _Answers:
     """What the ranks send: inventories of few of them are made, the others follow."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, has_owners: bool) -> None:
         self.job = job
+        self._has_owners = has_owners
         self._made: dict[int, tuple[Inventory, Any, Any]] = {}
         self._alike: dict[object, Inventory] = {}
 
@@ -336,13 +338,14 @@ class _Answers:
     def _make(self, rank: int) -> tuple[Inventory, Any, Any]:
         if rank not in self._made:
             held = captured(self.job, rank)
+            outline = held.outline if self._has_owners else None
             inventory, lists = build_inventory(
                 [leaf.item for leaf in held.leaves],
                 held.scopes.items(),
-                sharded=held.sharded,
-                outline=held.outline,
+                sharded=self._sharded(rank),
+                outline=outline,
             )
-            self._made[rank] = inventory, lists, held.outline
+            self._made[rank] = inventory, lists, outline
         return self._made[rank]
 
     def details(self, rank: int, question: Any) -> Details:
@@ -353,41 +356,84 @@ class _Answers:
         return Details(
             inventory=self.inventory(rank) if question.inventory else None,
             lists={digest: lists[digest] for digest in question.lists},
-            sharded=_sharded(job, first) if question.sharded else (),
+            sharded=self._sharded(first) if question.sharded else (),
             outline=outline if question.outline else None,
         )
 
+    def _sharded(self, rank: int) -> tuple[Sharded, ...]:
+        first = next(stage for stage in reversed(list(self.job.stages())) if stage <= rank)
+        found = _sharded(self.job, first)
+        if self._has_owners:
+            return found
+        return tuple([msgspec.structs.replace(each, layout=None) for each in found])
 
-class Plan(NamedTuple):
-    """``assignments`` by rank, encoded."""
+
+@dataclass
+class Coordinated:
+    """A save's coordinator, which has all ranks' messages.
+
+    Attributes:
+        assignments: By rank, encoded.
+        up, down: Bytes of what ranks and coordinator say in the first round.
+        seconds: CPU time of decisions.
+        owners_s: That of the owner index, while ranks store.
+    """
 
     assignments: dict[int, bytes]
-    owners: bytes
+    owners: bytes = b""
+    up: int = 0
+    down: int = 0
+    seconds: float = 0.0
+    owners_s: float = 0.0
 
 
-def plan(job: Job) -> Plan:
-    """Runs the coordinator of a save."""
+def coordinate(
+    job: Job, memory: PlanCache | None = None, *, has_owners: bool = True, is_repeated: bool = False
+) -> Coordinated:
+    """Runs the coordinator of a save, until the ranks store.
+
+    Args:
+        has_owners: False: as before there was an owner index.
+        is_repeated: The ranks remember their plans; ``memory`` is of the save before.
+    """
     save = SaveRecord(world_size=job.ranks, features=_FEATURES)
     common = Assignment(attempt=ATTEMPT, url=b"sim://", fsync=True, rules=RULES, save=save)
-    decisions = SaveDecisions(common, release=RELEASE)
-    answers = _Answers(job)
+    decisions = SaveDecisions(common, release=RELEASE, memory=memory)
+    answers = _Answers(job, has_owners)
     digests: dict[Inventory, bytes] = {}
+    remembered: dict[int, bytes] = {}
+    if is_repeated:
+        first = coordinate(job, has_owners=has_owners).assignments
+        remembered = {rank: decode(each, Assignment).digest for rank, each in first.items()}
 
     def joined(rank: int) -> bytes:
         inventory = answers.inventory(rank)
         if inventory not in digests:
             digests[inventory] = digest_of(inventory)
-        return encode(Joined(RELEASE, digests[inventory]))
+        return encode(Joined(RELEASE, digests[inventory], remembered.get(rank, b"")))
 
-    decision = decisions.decide(0, {rank: joined(rank) for rank in range(job.ranks)})
-    while isinstance(decision, AskMore):
+    payloads = {rank: joined(rank) for rank in range(job.ranks)}
+    done = Coordinated({})
+    while True:
+        done.up += sum(map(len, payloads.values()))
+        begin_s = time.process_time()
+        decision = decisions.decide(0, payloads)
+        done.seconds += time.process_time() - begin_s
+        if not isinstance(decision, AskMore):
+            break
+        done.down += sum(map(len, decision.questions.values()))
         payloads = {
             rank: encode(answers.details(rank, decode(payload, Question)))
             for rank, payload in decision.questions.items()
         }
-        decision = decisions.decide(0, payloads)
     assert isinstance(decision, Continue), decision
-    return Plan(dict(decision.payloads), decisions.owners())
+    done.assignments = dict(decision.payloads)
+    done.down += sum(map(len, done.assignments.values()))
+    if has_owners:
+        begin_s = time.process_time()
+        done.owners = decisions.owners()
+        done.owners_s = time.process_time() - begin_s
+    return done
 
 
 class Snapshots:
@@ -402,7 +448,7 @@ class Snapshots:
         place = self.folder / job.name
         if not (place / "plan").exists():
             place.mkdir(parents=True, exist_ok=True)
-            made = plan(job)
+            made = coordinate(job)
             (place / "owners").write_bytes(made.owners)
             (place / "plan.new").write_bytes(pickle.dumps(made.assignments))
             (place / "plan.new").rename(place / "plan")

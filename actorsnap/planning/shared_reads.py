@@ -11,10 +11,11 @@ a turn and its rounds.
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import msgspec
 
@@ -33,15 +34,11 @@ class ReadMode(StrEnum):
     SHARED = "shared"
 
 
-class RankRange(NamedTuple):
-    """Ranks at equal distances, as along one axis of a mesh."""
+class RankSet(NamedTuple):
+    """Names a set of ranks: a message that lists them would grow with the job."""
 
-    first: int
     num_ranks: int
-    step: int
-
-
-RankRanges: TypeAlias = tuple[RankRange, ...]
+    digest: bytes
 
 
 class RangesDigest(msgspec.Struct, frozen=True, array_like=True):
@@ -53,7 +50,7 @@ class RangesDigest(msgspec.Struct, frozen=True, array_like=True):
     """
 
     key: str
-    ranks: RankRanges
+    ranks: RankSet
     digest: bytes
     nbytes: int
 
@@ -77,16 +74,12 @@ class SharedTurn(msgspec.Struct, frozen=True, array_like=True):
 
     Attributes:
         num_rounds: The same on all ranks.
-        ranks: Those that share, including this one; empty if it only arrives at the rounds.
+        ranks: Those that share, including this one; None if it only arrives at the rounds.
     """
 
     num_rounds: int
-    ranks: RankRanges = ()
+    ranks: RankSet | None = None
     keys: tuple[str, ...] = ()
-
-    @property
-    def members(self) -> list[int]:
-        return _list_ranks(self.ranks)
 
 
 class SharedReadPlan(msgspec.Struct, frozen=True, array_like=True):
@@ -106,20 +99,13 @@ class SharedReadPlan(msgspec.Struct, frozen=True, array_like=True):
         return sum(turn.num_rounds for turn in self.turns)
 
 
-def rank_ranges(ranks: Sequence[int]) -> RankRanges:
-    ranges: list[RankRange] = []
-    at = 0
-    while at < len(ranks):
-        end = at + 1
-        step = ranks[end] - ranks[at] if end < len(ranks) else 1
-        while end < len(ranks) and ranks[end] - ranks[end - 1] == step:
-            end += 1
-        ranges.append(RankRange(ranks[at], end - at, step))
-        at = end
-    return tuple(ranges)
+def rank_set(ranks: Sequence[int]) -> RankSet:
+    """Returns the name of a set of rising ranks."""
+    encoded = struct.pack(f"<{len(ranks)}I", *ranks)
+    return RankSet(len(ranks), hashlib.blake2b(encoded, digest_size=8).digest())
 
 
-def digest_ranges(key: str, ranks: RankRanges, ranges: Iterable[Range]) -> RangesDigest:
+def digest_ranges(key: str, ranks: RankSet, ranges: Iterable[Range]) -> RangesDigest:
     """Returns the digest of ``ranges``, which all ranks must list in the same order."""
     digest, nbytes = hashlib.blake2b(digest_size=16), 0
     for each in ranges:
@@ -195,32 +181,33 @@ def split_ranges(
 
 
 @dataclass(frozen=True, slots=True)
-class _RankSet:
-    ranks: RankRanges
+class _Sharing:
+    ranks: RankSet
     members: list[int]
     keys: tuple[str, ...]
     nbytes: int
 
 
-def _list_ranks(ranks: RankRanges) -> list[int]:
-    return [first + step * number for first, count, step in ranks for number in range(count)]
-
-
-def _find_sets(interests: Sequence[ReadInterest]) -> list[_RankSet]:
+def _find_sets(interests: Sequence[ReadInterest]) -> list[_Sharing]:
     """Returns the sets of at least two ranks that want the same ranges; large ones first."""
     ranks_of: dict[RangesDigest, list[int]] = {}
     for rank, own in enumerate(interests):
         for digest in own.digests:
             if digest.nbytes:
                 ranks_of.setdefault(digest, []).append(rank)
-    common: dict[RankRanges, list[RangesDigest]] = {}
+    common: dict[RankSet, list[RangesDigest]] = {}
+    members_of: dict[RankSet, list[int]] = {}
     for digest, members in ranks_of.items():
-        if len(members) > 1 and members == _list_ranks(digest.ranks):
+        if len(members) < 2 or len(members) != digest.ranks.num_ranks:
+            continue
+        # Members agree about the set; so these are all of it, or others.
+        if members == members_of.get(digest.ranks) or rank_set(members) == digest.ranks:
+            members_of[digest.ranks] = members
             common.setdefault(digest.ranks, []).append(digest)
     sets = [
-        _RankSet(
+        _Sharing(
             ranks=ranks,
-            members=_list_ranks(ranks),
+            members=members_of[ranks],
             keys=tuple(sorted(each.key for each in digests)),
             nbytes=sum(each.nbytes for each in digests),
         )
@@ -229,10 +216,10 @@ def _find_sets(interests: Sequence[ReadInterest]) -> list[_RankSet]:
     return sorted(sets, key=lambda each: (-len(each.members), each.keys, each.members))
 
 
-def _in_turns(sets: Sequence[_RankSet], num_ranks: int) -> list[list[_RankSet]]:
+def _in_turns(sets: Sequence[_Sharing], num_ranks: int) -> list[list[_Sharing]]:
     """Gives each set the first turn after the last turn of any of its ranks."""
     first_free = [0] * num_ranks
-    turns: list[list[_RankSet]] = []
+    turns: list[list[_Sharing]] = []
     for each in sets:
         number = max(first_free[rank] for rank in each.members)
         for rank in each.members:
@@ -243,7 +230,7 @@ def _in_turns(sets: Sequence[_RankSet], num_ranks: int) -> list[list[_RankSet]]:
     return turns
 
 
-def _plan_turn(sets: Sequence[_RankSet], num_ranks: int, piece_bytes: int) -> list[SharedTurn]:
+def _plan_turn(sets: Sequence[_Sharing], num_ranks: int, piece_bytes: int) -> list[SharedTurn]:
     num_rounds = max(
         count_rounds(each.nbytes, num_readers=len(each.members), piece_bytes=piece_bytes)
         for each in sets
@@ -255,7 +242,7 @@ def _plan_turn(sets: Sequence[_RankSet], num_ranks: int, piece_bytes: int) -> li
     return parts
 
 
-def _explain(sharing: Sequence[_RankSet], reading: Sequence[_RankSet], num_ranks: int) -> str:
+def _explain(sharing: Sequence[_Sharing], reading: Sequence[_Sharing], num_ranks: int) -> str:
     parts = []
     if sharing:
         parts.append(f"{_describe(sharing, num_ranks)}, and read each of them once")
@@ -267,7 +254,7 @@ def _explain(sharing: Sequence[_RankSet], reading: Sequence[_RankSet], num_ranks
     return "; ".join(parts)
 
 
-def _describe(sets: Sequence[_RankSet], num_ranks: int) -> str:
+def _describe(sets: Sequence[_Sharing], num_ranks: int) -> str:
     nbytes_of: dict[int, list[int]] = {}
     for each in sets:
         nbytes_of.setdefault(len(each.members), []).append(each.nbytes)

@@ -22,7 +22,6 @@ from actorsnap.format.manifest import (
     ObjectRecord,
     RankManifest,
     TensorEntry,
-    is_same_tensor,
 )
 from actorsnap.planning.restore import find_hole
 
@@ -88,17 +87,16 @@ class Survey:
     def add(self, manifest: RankManifest) -> None:
         sizes = [0] * len(manifest.objects)
         shards: list[TensorEntry] = []
+        leaf_bytes = 0
         for entry in manifest.entries:
-            if isinstance(entry, TensorEntry):
-                data = entry.data
-                self.leaf_bytes += data.stop - data.start
+            kind = type(entry)
+            if kind is TensorEntry or kind is BytesEntry:
+                data = entry.data  # type: ignore[union-attr]
+                leaf_bytes += data.stop - data.start
                 sizes[data.object] += _LEAF_BYTES + _NUMBER_BYTES * len(data.crc32c)
-                if entry.offsets is not None:
-                    shards.append(entry)
-            elif isinstance(entry, BytesEntry):
-                data = entry.data
-                self.leaf_bytes += data.stop - data.start
-                sizes[data.object] += _LEAF_BYTES + _NUMBER_BYTES * len(data.crc32c)
+                if kind is TensorEntry and entry.offsets is not None:  # type: ignore[union-attr]
+                    shards.append(entry)  # type: ignore[arg-type]
+        self.leaf_bytes += leaf_bytes
         for record, nbytes in zip(manifest.objects, sizes, strict=True):
             self._add_object(manifest.rank, record, nbytes)
         self._shards.add(shards)
@@ -187,56 +185,55 @@ class _Shards:
     """
 
     def __init__(self) -> None:
-        self._firsts: dict[str, TensorEntry] = {}
+        # What ``is_same_tensor`` compares.
+        self._kinds: dict[str, tuple[str, tuple[int, ...] | None, str, bool]] = {}
         self._coverage: dict[str, _Coverage] = {}
         self._different: dict[str, FormatError] = {}
 
     def add(self, entries: Sequence[TensorEntry]) -> None:
         """Adds the shards of one rank."""
-        boxes: dict[str, list[_Place]] = {}
-        firsts = self._firsts
+        boxes: dict[str, tuple[_Place, ...]] = {}
+        kinds = self._kinds
         for entry in entries:
             path = entry.path
-            first = firsts.get(path)
+            kind = entry.dtype, entry.global_shape, entry.type, entry.requires_grad
+            first = kinds.get(path)
             if first is None:
-                first = firsts[path] = _bare(entry)
-            elif not is_same_tensor(first, entry):
+                kinds[path] = kind
+            elif first != kind:
                 detail = "ranks have shards of different tensors under this path"
                 self._different.setdefault(path, FormatError(key=path, detail=detail))
                 continue
-            assert entry.offsets is not None
-            boxes.setdefault(path, []).append((entry.offsets, entry.shape))
+            place: _Place = (entry.offsets, entry.shape)  # type: ignore[assignment]
+            boxes[path] = (*boxes[path], place) if path in boxes else (place,)
         # Of each coverage: its paths by the boxes that this rank adds.
         changes: dict[_Coverage, dict[tuple[_Place, ...], list[str]]] = {}
         new: dict[tuple[int, ...], _Coverage] = {}
+        coverages = self._coverage
         for path, added in boxes.items():
-            coverage = self._coverage.get(path)
+            coverage = coverages.get(path)
             if coverage is None:
-                whole = firsts[path].global_shape
+                whole = kinds[path][1]
                 assert whole is not None
                 coverage = new.get(whole)
                 if coverage is None:
                     coverage = new[whole] = _Coverage(whole)
-            if not coverage.is_whole:
-                changes.setdefault(coverage, {}).setdefault(tuple(added), []).append(path)
-            else:
-                self._coverage[path] = coverage
+            elif coverage.is_whole:
+                continue
+            by_boxes = changes.get(coverage)
+            if by_boxes is None:
+                by_boxes = changes[coverage] = {}
+            by_boxes.setdefault(added, []).append(path)
         for coverage, by_boxes in changes.items():
             for boxes_added, paths in by_boxes.items():
                 is_alone = len(by_boxes) == 1 and len(paths) == coverage.num_paths
                 then = coverage if is_alone else coverage.copy()
                 for offsets, sizes in boxes_added:
                     then.add(Box(offsets, sizes))
-                for path in paths:
-                    self._set(path, then)
-
-    def _set(self, path: str, coverage: _Coverage) -> None:
-        before = self._coverage.get(path)
-        if before is not coverage:
-            if before is not None:
-                before.num_paths -= 1
-            coverage.num_paths += 1
-            self._coverage[path] = coverage
+                if then is not coverage:
+                    then.num_paths = len(paths)
+                    coverage.num_paths -= sum([path in coverages for path in paths])
+                    coverages.update(dict.fromkeys(paths, then))
 
     def holes(self) -> Iterator[FormatError]:
         yield from self._different.values()
@@ -245,13 +242,6 @@ class _Shards:
             if hole is not None:
                 detail = f"no shard has the elements from {hole.offsets} up to {hole.stops}"
                 yield FormatError(key=path, detail=detail)
-
-
-def _bare(entry: TensorEntry) -> TensorEntry:
-    """Without what a comparison of tensors ignores."""
-    return msgspec.structs.replace(
-        entry, data=msgspec.structs.replace(entry.data, crc32c=()), attributes=None
-    )
 
 
 class _Coverage:

@@ -24,12 +24,12 @@ from actorsnap.options import chunk_within
 from actorsnap.planning.index import Index
 from actorsnap.planning.restore import Part, Range, chunk_maps, plan_reads
 from actorsnap.planning.shared_reads import (
-    RankRanges,
+    RankSet,
     ReadInterest,
     SharedReadPlan,
     SharedTurn,
     digest_ranges,
-    rank_ranges,
+    rank_set,
     split_ranges,
 )
 from actorsnap.protocol.restore import ReadCost
@@ -57,7 +57,7 @@ class SharedRange:
     sinks: Sequence[ByteSink]
 
 
-_Common: TypeAlias = tuple[str, RankRanges]
+_Common: TypeAlias = tuple[str, RankSet]
 """A top-level key, and the ranks likely to want the same ranges."""
 
 
@@ -82,7 +82,8 @@ class RestoreReads:
     def __post_init__(self) -> None:
         ranks = () if self.team is None else self.team.ranks
         self._positions = {rank: at for at, rank in enumerate(ranks)}
-        self._sets: dict[tuple[int, ...] | None, RankRanges] = {}
+        self._sets: dict[tuple[int, ...] | None, RankSet | None] = {}
+        self._members: dict[RankSet, list[int]] = {}
         self._shareable = self._find_shareable()
         self.count = ByteCount()
 
@@ -169,17 +170,20 @@ class RestoreReads:
             for common, by_place in found.items()
         }
 
-    def _ranks_alike(self, want: Wanted) -> RankRanges:
-        """Returns the ranks that likely want the same range; empty if only this one."""
-        found = self._sets.get(want.holders)
-        if found is None:
+    def _ranks_alike(self, want: Wanted) -> RankSet | None:
+        """Returns the ranks that likely want the same range; None if only this one."""
+        if want.holders not in self._sets:
             # Some ranks of a mesh may not restore.
             holders = self._positions if want.holders is None else want.holders
             members = sorted(self._positions[r] for r in holders if r in self._positions)
-            found = self._sets[want.holders] = rank_ranges(members) if len(members) > 1 else ()
-        return found
+            found = rank_set(members) if len(members) > 1 else None
+            if found is not None:
+                self._members[found] = members
+            self._sets[want.holders] = found
+        return self._sets[want.holders]
 
     def _shared(self, turn: SharedTurn) -> list[SharedRange]:
+        assert turn.ranks is not None
         return [each for key in turn.keys for each in self._shareable[key, turn.ranks]]
 
     def _unshared(self, plan: SharedReadPlan) -> list[Wanted]:
@@ -199,7 +203,8 @@ class RestoreReads:
 
     def _pieces(self, turn: SharedTurn) -> tuple[list[list[list[Part]]], int]:
         assert self.team is not None
-        members = turn.members
+        assert turn.ranks is not None
+        members = self._members[turn.ranks]
         ranges = self._ranges(self._shared(turn))
         pieces = split_ranges(ranges, num_readers=len(members), num_rounds=turn.num_rounds)
         return pieces, members.index(self.team.rank)
@@ -214,13 +219,14 @@ class RestoreReads:
     ) -> None:
         source, team, observation = self.source, self.team, self.observation
         assert team is not None
+        assert turn.ranks is not None
         pieces, rank = self._pieces(turn)
         async with source.opened(host, "read", self.index.attempt, observation.on_retry) as opened:
             errands = opened.errands
             fetcher = opened.fetcher(recorder=observation.recorder)
             # One lease for all: a second one might wait for ever.
             lease = await host.resources.budget.lease(NUM_BUFFERS * piece_bytes, Purpose.READING)
-            members = turn.members
+            members = self._members[turn.ranks]
             broadcaster = Broadcaster(
                 host,
                 team.connection,

@@ -19,13 +19,13 @@ from actorsnap.format.checksum import block_checksums, choose_block_bytes
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import Part, Range
 from actorsnap.planning.shared_reads import (
-    RankRanges,
+    RankSet,
     ReadInterest,
     ReadMode,
     SharedTurn,
     digest_ranges,
     plan_shared_reads,
-    rank_ranges,
+    rank_set,
     split_ranges,
 )
 from actorsnap.protocol.failure import (
@@ -315,10 +315,11 @@ class SharedWorld(World):
         rng = np.random.default_rng(7)
         total = sum(sum(sizes) for sizes in sets.values())
         self.object = rng.integers(0, 256, total, np.uint8)
-        self.stored: dict[RankRanges, list[Stored]] = {}
+        self.stored: dict[RankSet, list[Stored]] = {}
         at = 0
+        self.members = {rank_set(members): members for members in sets}
         for members, sizes in sets.items():
-            stored = self.stored[rank_ranges(members)] = []
+            stored = self.stored[rank_set(members)] = []
             for size in sizes:
                 block_bytes = choose_block_bytes(size, is_shard=True)
                 crc = block_checksums(self.object[at : at + size].data, block_bytes)
@@ -329,7 +330,7 @@ class SharedWorld(World):
                 tuple(
                     digest_ranges("k", ranks, ranges_of(self.stored[ranks]))
                     for members in sets
-                    for ranks in [rank_ranges(members)]
+                    for ranks in [rank_set(members)]
                     if rank in members
                 ),
                 PIECE,
@@ -350,8 +351,9 @@ class SharedWorld(World):
         self.fail_at = -1
 
     def pieces(self, turn: SharedTurn) -> list[list[list[Part]]]:
+        assert turn.ranks is not None
         ranges = ranges_of(self.stored[turn.ranks])
-        return split_ranges(ranges, num_readers=len(turn.members), num_rounds=turn.num_rounds)
+        return split_ranges(ranges, num_readers=turn.ranks.num_ranks, num_rounds=turn.num_rounds)
 
     async def read(self, rank: int, wanted: Sequence[tuple[Stored, memoryview]]) -> None:
         self.reads += 1
@@ -369,11 +371,12 @@ class SharedWorld(World):
 
         async def exchange() -> None:
             for number, turn in enumerate(self.plans[rank].turns):
-                if not turn.ranks:
+                if turn.ranks is None:
                     for _ in range(turn.num_rounds):
                         await participant.arrive()
                     continue
-                position = turn.members.index(rank)
+                members = self.members[turn.ranks]
+                position = members.index(rank)
                 ranges = [
                     SharedRange(
                         stored,
@@ -393,7 +396,7 @@ class SharedWorld(World):
                         rank=position,
                         memory=memoryview(bytearray(NUM_BUFFERS * PIECE)),
                         read=read,
-                        peers=self.passing[number, tuple(turn.members)].of(position),
+                        peers=self.passing[number, members].of(position),
                         arrive=participant.arrive,
                         run_blocking=run_inline,
                         errands=AbandonableTasks(
@@ -409,10 +412,9 @@ class SharedWorld(World):
         assert self.outcomes == dict.fromkeys(range(self.num_ranks))
         wanted = np.zeros((self.num_ranks, len(self.object)), bool)
         for ranks, stored in self.stored.items():
-            for first, count, step in ranks:
-                for rank in range(first, first + count * step, step):
-                    for one in stored:
-                        wanted[rank, one.start : one.stop] = True
+            for rank in self.members[ranks]:
+                for one in stored:
+                    wanted[rank, one.start : one.stop] = True
         for rank, target in enumerate(self.targets):
             assert (target == np.where(wanted[rank], self.object, 0)).all()
         assert sum(self.bytes_read) == len(self.object)
@@ -450,7 +452,7 @@ async def test_what_the_ranks_of_a_set_want_is_read_once() -> None:
         },
     )
     turns = zip(*[plan.turns for plan in world.plans], strict=True)
-    assert [len({part.ranks for part in turn} - {()}) for turn in turns] == [1, 2, 1, 1]
+    assert [len({part.ranks for part in turn} - {None}) for turn in turns] == [1, 2, 1, 1]
     await world.run(world.body)
     world.check()
     assert world.bytes_read[6] == 0

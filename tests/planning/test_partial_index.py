@@ -123,9 +123,9 @@ def test_a_part_of_the_index_is_that_part_of_all_of_it(data: st.DataObject, is_o
             world.add(rank, ValueEntry(path="own/list/0", value=rank))
         if draw(st.integers(0, 3)):
             world.add(rank, ValueEntry(path="common", value=1, replicated=True))
-            whole = Item("base", "uint8", (4 * MIB,), 4 * MIB, 1, True, is_whole=True)
+            base = Item("base", "uint8", (4 * MIB,), 4 * MIB, 1, True, is_whole=True)
             parted = Item("parted", "uint8", (4, MIB), 4 * MIB, 1, True)
-            world.add(rank, Leaf(whole, NOWHERE, "tensor", "uint8"))
+            world.add(rank, Leaf(base, NOWHERE, "tensor", "uint8"))
             world.add(rank, Leaf(parted, NOWHERE, "tensor", "uint8"))
             fields: Any = {"dtype": "uint8", "shape": (1,), "strides": (1,)}
             world.add(rank, ViewEntry(path="view", of="base", replicated=True, **fields))

@@ -10,17 +10,17 @@ import pytest
 from actorsnap.errors import IncompatibleState, SnapshotReplaced
 from actorsnap.planning.shared_reads import (
     RangesDigest,
-    RankRange,
     ReadInterest,
     ReadMode,
     SharedReadPlan,
+    rank_set,
 )
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.restore import Comparison, ReadCost, Ready, RestoreDecisions, RestoreTotals
 from actorsnap.protocol.rounds import Continue
 
 MIB = 1 << 20
-INTEREST = ReadInterest((RangesDigest("model", (RankRange(0, 2, 1),), b"d", 9 * MIB),), 2 * MIB, "")
+INTEREST = ReadInterest((RangesDigest("model", rank_set([0, 1]), b"d", 9 * MIB),), 2 * MIB, "")
 
 
 def decide(decisions: RestoreDecisions, round: int, *ranks: Any) -> Continue:
