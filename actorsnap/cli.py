@@ -150,21 +150,17 @@ def inspect(
     with errors():
         source = make_source(path, option)
         objects = output.DataObjects()
-        trees = output.Trees(depth or sys.maxsize)
 
         def add(commit: Commit, manifest: RankManifest) -> None:
-            nonlocal trees
-            if manifest.rank == 0:
+            if manifest.rank == 0:  # also of a snapshot that has replaced another one
                 objects.clear()
-                trees = output.Trees(depth or sys.maxsize)
+                trees.clear()
             objects.add(manifest)
             if not as_json:
                 trees.add(commit, manifest)
 
-        with progress("reading") as bar:
-            if not as_json:
-                commit = run(reading.each_manifest(source, add, progress=bar))
-            else:
+        with output.Trees(depth or sys.maxsize) as trees, progress("reading") as bar:
+            if as_json:
                 document = output.JsonManifests(path)
 
                 def show(commit: Commit, manifest: RankManifest) -> None:
@@ -174,8 +170,10 @@ def inspect(
                 run(reading.each_manifest(source, add, _only_one(source, show), progress=bar))
                 document.end()
                 return
-        output.write_lines(output.overview(path, commit, objects))
-        trees.print()
+            commit = run(reading.each_manifest(source, add, progress=bar))
+            bar.close()
+            output.write_lines(output.overview(path, commit, objects))
+            trees.print()
 
 
 @app.command()

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -364,6 +364,17 @@ class Trees:
         self._shown: dict[int, tuple[int, str]] = {}
         self._run: tuple[int, int, tuple[int, str]] | None = None
         self._file = tempfile.SpooledTemporaryFile(_SPOOL_BYTES, "w+", encoding="utf-8")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def clear(self) -> None:
+        self._file.seek(0)
+        self._file.truncate()
+        self._shown, self._run = {}, None
 
     def add(self, commit: Commit, manifest: RankManifest) -> None:
         rank = manifest.rank

@@ -1,0 +1,158 @@
+"""Snapshots of many ranks: each tool's result, from a few manifests at a time."""
+
+from __future__ import annotations
+
+import json
+import tracemalloc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from actorsnap import cli
+from actorsnap.errors import ChecksumMismatch, FormatError, UsageError
+from actorsnap.format.layout import manifest_key
+from actorsnap.format.manifest import COMMIT_KEY
+from actorsnap.format.owners import owners_key
+from actorsnap.options import Options
+from actorsnap.runtime import copy, manifests, partial_index, reading
+from actorsnap.sync import Snapshot
+from tests.support.many import ATTEMPT, Many
+
+KINDS = ["fsdp", "hsdp", "fsdp_tp", "ddp"]
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if each manifest were large."""
+    monkeypatch.setattr(manifests, "BATCH_BYTES", 1)
+    monkeypatch.setattr(partial_index, "FEW_RANKS", 1)
+    monkeypatch.setattr(reading, "_MAX_SHARDS", 24)
+    batches = copy.Survey.batches
+    monkeypatch.setattr(copy.Survey, "batches", lambda survey: batches(survey, 1))
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_tool_has_the_same_result(tmp_path: Path, kind: str, older: bool) -> None:
+    many = Many(kind, 6, 12, older=older)
+    snapshot = Snapshot(many.write(tmp_path / "s"))
+    report = snapshot.verify("full")
+    assert report.problems == ()
+    assert report.num_objects == len(list((tmp_path / "s" / ATTEMPT).glob("data/**/*.safetensors")))
+    for path in many.paths:
+        assert np.array_equal(snapshot.read_object(path).detach().numpy(), many.value(path))
+    model = snapshot.read_object("4/model")
+    whole = snapshot.get_state_dict_for_key("model")
+    for state in (model, whole):
+        found = {
+            f"model/layers.{name}": value
+            for name, value in _flat(state, "").items()
+            if value is not None
+        }
+        assert len(found) == len(many.paths)
+    assert list(_flat(whole, "")) == [path.removeprefix("model/") for path in many.paths]
+    for path in many.paths:
+        name = path.removeprefix("model/")
+        assert np.array_equal(_flat(whole, "")[name].detach().numpy(), many.value(path))
+    assert snapshot.read_object("3/extra/list") == [3]
+    assert snapshot.step == 7
+    entries = snapshot.get_manifest()
+    assert snapshot.get_manifest(rank=5) == {
+        name: entry for name, entry in entries.items() if name.startswith("5/")
+    }
+    with pytest.raises(UsageError, match="ranks 0 to 5"):
+        snapshot.get_manifest(rank=6)
+    with pytest.raises(UsageError, match="ranks 0 to 5"):
+        snapshot.read_object("6/model")
+    with pytest.raises(UsageError, match="did you mean 'model/layers"):
+        snapshot.read_object(many.paths[0] + "s")
+    copied = snapshot.copy_to(tmp_path / "copy")
+    assert copied.num_copied == sum(1 for p in (tmp_path / "s").rglob("*") if p.is_file()) - 1
+    (tmp_path / "copy" / COMMIT_KEY).unlink()
+    again = Snapshot(tmp_path / "copy")
+    assert again.recover(force=True).num_objects == report.num_objects
+    assert (tmp_path / "copy" / COMMIT_KEY).read_bytes() == (
+        tmp_path / "s" / COMMIT_KEY
+    ).read_bytes()
+
+
+def _flat(state: Any, prefix: str) -> dict[str, Any]:
+    if not isinstance(state, dict):
+        return {prefix: state}
+    return {
+        name: value
+        for key, below in state.items()
+        for name, value in _flat(below, f"{prefix}/{key}" if prefix else key).items()
+    }
+
+
+def _cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-9] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.usefixtures("in_pieces")
+@pytest.mark.parametrize("damage", [_cut, _flip, Path.unlink])
+@pytest.mark.parametrize("what", ["manifest", "owners", "data"])
+def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], what: str) -> None:
+    snapshot = Snapshot(Many("fsdp", 6, 4).write(tmp_path))
+    data = next((tmp_path / ATTEMPT).glob("data/**/*3-*.safetensors"))
+    places = {
+        "manifest": manifest_key(ATTEMPT, 3),
+        "owners": owners_key(ATTEMPT),
+        "data": str(data.relative_to(tmp_path)),
+    }
+    damage(tmp_path / places[what])
+    for level in ("quick", "full"):
+        problems = snapshot.verify(level).problems
+        if (level, what, damage) == ("quick", "data", _flip):
+            assert problems == ()
+        else:
+            assert {problem.key for problem in problems} == {places[what]}  # type: ignore[attr-defined]
+    with pytest.raises((ChecksumMismatch, FormatError)):
+        snapshot.copy_to(tmp_path / "copy")
+    assert not (tmp_path / "copy" / COMMIT_KEY).exists()
+
+
+def test_ranks_that_are_alike_are_shown_once(tmp_path: Path) -> None:
+    Many("fsdp", 12, 4).write(tmp_path)
+    shown = CliRunner().invoke(cli.app, ["inspect", str(tmp_path)])
+    assert shown.exit_code == 0
+    lines = shown.stdout.splitlines()
+    assert [line for line in lines if line.startswith(("└── rank", "ranks"))] == [
+        "└── rank 0  (9 leaves, 272 B)",
+        "ranks 1 to 10, each like rank 0  (9 leaves, 272 B)",
+        "└── rank 11  (9 leaves, 144 B)",
+    ]
+    document = json.loads(CliRunner().invoke(cli.app, ["inspect", str(tmp_path), "--json"]).stdout)
+    assert len(document["objects"]) == 12
+    assert [entry["rank"] for entry in document["entries"]] == sorted(list(range(12)) * 12)
+    same = CliRunner().invoke(cli.app, ["diff", str(tmp_path), str(tmp_path)])
+    assert same.stdout == f"equal: {12 * 9} leaves\n"
+
+
+@pytest.mark.parametrize("tool", ["verify", "read_object"])
+def test_memory_does_not_grow_with_ranks_times_tensors(
+    tmp_path: Path, tool: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifests, "BATCH_BYTES", 1)
+    many = Many("fsdp", 96, 200)
+    snapshot = Snapshot(many.write(tmp_path, has_data=False), options=Options(verify=False))
+    call = snapshot.verify if tool == "verify" else lambda: snapshot.read_object(many.paths[7])
+    tracemalloc.start()
+    try:
+        call()
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 6 << 20, "the entries of all ranks take about 15 MB"
