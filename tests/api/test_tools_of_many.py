@@ -18,7 +18,8 @@ from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.format.owners import owners_key
 from actorsnap.options import Options
-from actorsnap.runtime import copy, manifests, partial_index, reading
+from actorsnap.planning.survey import Survey
+from actorsnap.runtime import manifests, partial_index, reading
 from actorsnap.sync import Snapshot
 from tests.support.many import ATTEMPT, Many
 
@@ -31,8 +32,8 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manifests, "BATCH_BYTES", 1)
     monkeypatch.setattr(partial_index, "FEW_RANKS", 1)
     monkeypatch.setattr(reading, "_MAX_SHARDS", 24)
-    batches = copy.Survey.batches
-    monkeypatch.setattr(copy.Survey, "batches", lambda survey: batches(survey, 1))
+    batches = Survey.batches
+    monkeypatch.setattr(Survey, "batches", lambda survey: batches(survey, 1))
 
 
 @pytest.mark.usefixtures("in_pieces")

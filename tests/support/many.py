@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from actorsnap.actors.checksum_ledger import ChecksumLedger, manifest_of
-from actorsnap.format.checksum import block_checksums
+from actorsnap.format.checksum import block_checksums, crc32c
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import (
@@ -25,7 +25,6 @@ from actorsnap.format.manifest import (
     SaveRecord,
     ValueEntry,
     ViewEntry,
-    crc32c,
     encode_commit,
     encoder,
     features_of,
