@@ -162,7 +162,6 @@ class DataCheck:
         self._survey = Survey()
         self._entries = EntryCheck()
         self._held: dict[str, _HeldObject] = {}
-        self._sizes: dict[str, int] = {}
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
         self.num_objects = 0
@@ -190,7 +189,6 @@ class DataCheck:
             problems += await self._run_blocking(lambda: [*survey.holes()])
         self._total_bytes = survey.leaf_bytes
         await self._run_blocking(self._count, 0)
-        await self._list_sizes()
         num_checked = 0
 
         async def check(key: str) -> None:
@@ -292,20 +290,13 @@ class DataCheck:
             await self._pool.fetch(requests)
             self.nbytes += record.size
 
-    async def _list_sizes(self) -> None:
-        """Lists the sizes of objects that are not compressed, instead of a request for each."""
-        objects = self._survey.objects
-        for attempt in {key.partition("/")[0] for key in objects}:
-            async for info in self.opened.storage.list(f"{attempt}/"):
-                found = objects.get(info.key)
-                if found is not None and not found.is_compressed:
-                    self._sizes[info.key] = info.size
-
     async def _check_sizes(self, surveyed: SurveyedObject) -> None:
-        key, found = surveyed.record.key, self._sizes
+        key = surveyed.record.key
         if surveyed.is_compressed:  # many keys
             listed = self.opened.storage.list(f"{key}/")
             found = {info.key: info.size async for info in listed}
+        else:
+            found = {key: (await self.opened.storage.stat(key)).size}
         for stored, size in surveyed.stored_objects:
             if stored not in found:
                 raise ChecksumMismatch(key=stored, detail="the object is missing")
