@@ -100,6 +100,8 @@ class Wants(msgspec.Struct, frozen=True):
         if wanted is None or 0 in sizes:
             return True
         for box in wanted:
+            if 0 in box.sizes:
+                continue
             if len(box.offsets) != len(offsets):
                 return True
             for a, n, b, m in zip(offsets, sizes, box.offsets, box.sizes, strict=True):
@@ -306,9 +308,9 @@ class IndexBuilder:
                     for entry in _closure(path, self._template_by_path):
                         self._entries.setdefault(entry.path, entry)
         self._drop_broken_lists()
+        self._elsewhere.update(dict.fromkeys(others))
         self._add_containers()
         entries = [self._entries[path] for path in self._paths_in_order()]
-        self._elsewhere.update(dict.fromkeys(others))
         entries += [Elsewhere(path) for path in self._elsewhere if path not in self._entries]
         return Index(
             attempt=self._template.attempt,
@@ -445,7 +447,9 @@ class IndexBuilder:
 
     def _add_containers(self) -> None:
         """Adds the containers; for a rank that did not save, also empty ones."""
-        needed = {parent for path in self._entries for parent in ancestors(path)}
+        needed = {
+            parent for path in chain(self._entries, self._elsewhere) for parent in ancestors(path)
+        }
         if not self._is_own:
             entries = self._template.entries
             filled = {parent for entry in entries for parent in ancestors(entry.path)}

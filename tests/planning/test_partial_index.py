@@ -149,6 +149,10 @@ def test_a_part_of_the_index_is_that_part_of_all_of_it(data: st.DataObject, is_o
     got = {entry.path: entry for entry in found.entries}
     assert len(got) == len(found.entries)
     for path in names & expected.keys():
+        if isinstance(expected[path], ContainerEntry) and not any(
+            name.startswith(f"{path}/") and name in got for name in names
+        ):
+            continue  # it would be empty
         entry, full = got[path], expected[path]
         if isinstance(full, ShardedEntry) and path in boxes:
             assert isinstance(entry, ShardedEntry)
