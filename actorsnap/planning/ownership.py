@@ -124,7 +124,7 @@ class OwnerIndex:
         alike: dict[object, set[int]] = {}
         for path in paths:
             boxes = wants.boxes.get(path)
-            if path in self._placed and 0 not in self._placed[path][0]:  # of empty ones, any
+            if path in self._placed and not self._is_empty(path):
                 shape, regions = self._placed[path]
                 key = shape, id(regions), boxes
                 if key not in alike:
@@ -143,10 +143,16 @@ class OwnerIndex:
             yield from chain.from_iterable(self._boxes(path, box))
 
     def _any_with_boxes(self, path: str, wants: Wants) -> tuple[Grid, ...]:
-        """Returns ranks with any boxes of a tensor of which the rank may want none."""
-        if path not in wants.boxes or path in self._common:
+        """Returns ranks with boxes of a tensor that is empty, or of which the rank may want none.
+
+        Of such a tensor the manifest of one rank says enough.
+        """
+        if path in self._common or (path not in wants.boxes and not self._is_empty(path)):
             return ()
         return self._boxes(path, None)
+
+    def _is_empty(self, path: str) -> bool:
+        return path in self._placed and 0 in self._placed[path][0]
 
     def places(self, path: str, rank: int) -> set[Box | None]:
         """Returns what the rank's manifest must have under a path."""

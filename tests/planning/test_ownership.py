@@ -42,6 +42,7 @@ from actorsnap.format.owners import (
     encode_owners,
     grids_of,
 )
+from actorsnap.planning.index import Wants
 from actorsnap.planning.inventory import (
     Sharded,
     build_inventory,
@@ -480,3 +481,13 @@ def test_one_tensor_on_the_same_ranks_has_one_layout() -> None:
     parts = [Sharded("w", "float32", (8, 8), b"all", 4, each) for each in (LINE, other)]
     with pytest.raises(UsageError, match="other placements on rank 0 than on rank 2"):
         check_sharded([([0, 1], parts[:1]), ([2, 3], parts[1:])])
+
+
+@pytest.mark.parametrize("boxes", [{}, {"w": (Box((0, 0), (0, 4)),)}])
+def test_one_rank_has_all_of_an_empty_tensor(boxes: dict[str, tuple[Box, ...]]) -> None:
+    layout = Layout(Grid(4, ((4, 1),)), (MeshCut(0, 0),))
+    owned = Owned((Holders(0),), (Tensor("w", (0, 4)),))
+    index = OwnerIndex(Owners(layouts=(layout,), placed=(owned,)), 8)
+    wants = Wants(lambda path: True, boxes)
+    assert index.ranks_to_ask(wants, ["w"], {0}) == (4,)
+    assert index.ranks_to_ask(wants, ["w"], {0, 6}) == ()
