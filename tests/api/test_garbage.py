@@ -255,21 +255,20 @@ class _Reaper(Wrapper):
         await self._reap("put", key)
         await self.inner.put(key, views)
 
-    async def stat(self, key: str) -> Any:
-        await self._reap("stat", key)
-        return await self.inner.stat(key)
-
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> Any:
         writer = await self.inner.writer(key, size, older=older)
         if "=small" in key:
             await self._reap("writer", key)
         return writer
 
-    def list(self, prefix: str) -> AsyncIterator[Any]:
-        return self.inner.list(prefix)
+    async def list(self, prefix: str) -> AsyncIterator[Any]:
+        if prefix.endswith("/manifest/"):  # the look at the rank manifests before the commit
+            await self._reap("list", prefix)
+        async for info in self.inner.list(prefix):
+            yield info
 
 
-@pytest.mark.parametrize("when", ["writer", "stat"])
+@pytest.mark.parametrize("when", ["writer", "list"])
 def test_objects_that_vanish_before_the_commit(tmp_path: Path, when: str) -> None:
     url = tmp_path / "s"
     take(url, 1)

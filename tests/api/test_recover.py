@@ -240,9 +240,9 @@ def rename(path: Path) -> None:
     [
         (manifest_of, remove, NotASnapshot, "has no rank manifest"),
         (manifest_of, rename, NotASnapshot, "has no rank manifest"),
-        (manifest_of, cut, ChecksumMismatch, "its own checksum does not fit"),
-        (manifest_of, flip_early, ChecksumMismatch, "its own checksum does not fit"),
-        (manifest_of, flip_late, ChecksumMismatch, "its own checksum does not fit"),
+        (manifest_of, cut, ChecksumMismatch, "bytes after its head, and"),
+        (manifest_of, flip_early, ChecksumMismatch, "the checksum of its first line does not fit"),
+        (manifest_of, flip_late, ChecksumMismatch, "page [0-9]+ is damaged"),
         (data_of, remove, ChecksumMismatch, "the object is missing"),
         (data_of, rename, ChecksumMismatch, "the object is missing"),
         (data_of, cut, ChecksumMismatch, "bytes, was written with"),

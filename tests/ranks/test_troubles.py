@@ -179,7 +179,7 @@ _CELLS = [
     ("release", "SystemExit", 1),
     ("complete", "GeneratorExit", 0),
     ("put", "Unspeakable", 1),
-    ("stat", "CancelledError", 0),
+    ("list", "CancelledError", 0),
     ("put_if_absent", "BaseExceptionGroup", 0),
     ("read_into", "CancelledError", 1),
     ("read_into", "KeyboardInterrupt", 0),
