@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -17,12 +17,11 @@ from actorsnap.errors import (
 )
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.foreign import attempts_in, recognize, recognize_file
-from actorsnap.format.layout import MAX_BYTES, manifest_key, manifest_prefix
+from actorsnap.format.layout import manifest_key, manifest_prefix
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     COMMIT_KEYS,
     Commit,
-    Entry,
     ManifestRecord,
     RankManifest,
     decode_commit,
@@ -31,7 +30,6 @@ from actorsnap.format.owners import Owners, decode_owners, owners_key
 from actorsnap.format.tables import (
     decode_lone_rank_manifest,
     decode_rank_manifest,
-    decode_table,
     world_size_of,
 )
 from actorsnap.log import Log
@@ -40,9 +38,6 @@ from actorsnap.storage.base import RunBlocking, Storage, for_each
 logger = Log(__name__)
 
 T = TypeVar("T")
-
-_PREFIX_BYTES = 16 << 10
-"""They hold the table of a thousand entries."""
 
 _MAX_LISTED = 10_000
 """Keys listed to explain why there is no snapshot."""
@@ -206,40 +201,6 @@ class SnapshotReader:
             return decode_rank_manifest(data, key, record, wants)
 
         return await self._read_manifest(manifest_key(commit.attempt, rank), decode)
-
-    async def entries(self, commit: Commit, rank: int, paths: Collection[str]) -> RankManifest:
-        """Reads the entries with some paths of a manifest with a table, by ranges.
-
-        Raises:
-            FormatError: The manifest is missing or damaged.
-        """
-        key = manifest_key(commit.attempt, rank)
-
-        async def get(start: int, stop: int) -> bytes:
-            with missing_is_damage(key, "rank manifest"):
-                return await read_intact(self.storage, lambda: self.storage.get(key, start, stop))
-
-        try:
-            prefix = await self.storage.get(key, 0, _PREFIX_BYTES)
-            table = await self.run_blocking(decode_table, prefix, key)
-        except (ChecksumMismatch, ObjectNotFound):
-            table = None
-        if table is None:  # it is short, or its table is long
-            return await self.manifest(commit, rank, lambda path: path in paths)
-        entries: list[Entry] = []
-        for first, start, stop in table.runs(table.pages_of(paths), MAX_BYTES):
-            data = prefix[start:stop] if stop <= len(prefix) else await get(start, stop)
-            entries += table.entries(first, data, lambda path: path in paths)
-        head = table.head
-        return RankManifest(
-            attempt=head.attempt,
-            rank=rank,
-            block_bytes=head.block_bytes,
-            objects=head.objects,
-            entries=tuple(entries),
-            save=head.save,
-            optimizers=head.optimizers,
-        )
 
     async def recorded_manifest(
         self, commit: Commit, rank: int

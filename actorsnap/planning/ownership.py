@@ -44,10 +44,6 @@ from actorsnap.planning.packing import (
     written_items,
 )
 
-_FEW_ENTRIES = 64
-"""Are read by ranges."""
-
-
 # What a reader asks
 
 
@@ -170,33 +166,6 @@ class OwnerIndex:
             if any(grid.position(rank) is not None for grid in kept.get(path, ())):
                 found.add(None)
         return found
-
-    def few_entries(self, rank: int, wants: Wants, paths: Iterable[str]) -> frozenset[str] | None:
-        """Returns the entries that a rank needs of its own manifest, and containers above them.
-
-        Args:
-            paths: Wanted ones that all may read.
-
-        Returns:
-            None: They are many; the whole manifest costs no more.
-        """
-        found: set[str] = set()
-        for kept in self._owners.private:
-            if any(grid.position(rank) is not None for grid in kept.ranks):
-                found.update(kept.paths)
-        for path in paths:
-            places = self.places(path, rank)
-            if any(
-                box is None or wants.has_part(path, box.offsets, box.sizes) for box in places
-            ) or (
-                # Only its dtype and shape are wanted.
-                places and next(self._with_boxes(path, wants.boxes.get(path)), None) is None
-            ):
-                found.add(path)
-                if len(found) > _FEW_ENTRIES:
-                    return None
-        above = {path[:at] for path in found for at, char in enumerate(path) if char == "/"}
-        return frozenset(found | above) if len(found) <= _FEW_ENTRIES else None
 
     def contradiction(self, manifest: RankManifest, paths: Iterable[str]) -> str | None:
         """As ``difference``, for the entries under some paths."""

@@ -13,7 +13,7 @@ from functools import partial
 
 from actorsnap.actors.snapshot_reader import SnapshotReader
 from actorsnap.errors import FormatError
-from actorsnap.format.manifest import Commit, CompositeEntry, RankManifest
+from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.format.owners import Grid, owners_key
 from actorsnap.planning.index import Index, IndexBuilder, Wants, contents_of
 from actorsnap.planning.ownership import OwnerIndex
@@ -131,7 +131,7 @@ class PartialIndex:
                 names = wants.names
             first = self.rank if is_own else 0
             if first not in known:
-                known[first] = await self._own(reader, run_blocking, owners, wants, paths)
+                known[first] = await self._own(reader, run_blocking, owners)
             asked = await run_blocking(owners.ranks_to_ask, wants, paths, known.keys())
             asked = sorted({*known, *asked})
         builder = IndexBuilder(
@@ -164,19 +164,10 @@ class PartialIndex:
         reader: SnapshotReader,
         run_blocking: RunBlocking,
         owners: OwnerIndex,
-        wants: Wants,
-        paths: Sequence[str],
     ) -> RankManifest:
-        """Reads the rank's own manifest, or what it needs of that."""
-        few = await run_blocking(owners.few_entries, self.rank, wants, paths)
-        if few is None:
-            manifest = await reader.manifest(self.commit, self.rank)
-            self._refuse(await run_blocking(owners.difference, manifest))
-            return manifest
-        manifest = await reader.entries(self.commit, self.rank, few)
-        self._refuse(owners.contradiction(manifest, few))
-        if any(isinstance(entry, CompositeEntry) for entry in manifest.entries):
-            return await reader.manifest(self.commit, self.rank)  # the index does not name parts
+        """Reads all of the rank's own manifest: the owner index does not name containers."""
+        manifest = await reader.manifest(self.commit, self.rank)
+        self._refuse(await run_blocking(owners.difference, manifest))
         return manifest
 
     def _refuse(self, contradiction: str | None) -> None:

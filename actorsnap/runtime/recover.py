@@ -34,7 +34,9 @@ from actorsnap.format.manifest import (
     encode_commit,
     features_in,
 )
+from actorsnap.format.owners import owners_key
 from actorsnap.log import Log
+from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import check_flag
 from actorsnap.runtime.maintenance import find_attempts, find_claims, find_collectable
@@ -173,7 +175,7 @@ class _Recovery:
             stream, commit, problems = await self._read_manifests(chosen, check, progress)
             if problems:
                 return problems
-            commit = await self._with_owners(commit)
+            commit = await self._with_owners(commit, stream)
             # Raises if this release could not read it.
             decode_commit(encode_commit(commit))
         except ChecksumMismatch as error:
@@ -189,10 +191,23 @@ class _Recovery:
             nbytes=check.nbytes,
         )
 
-    async def _with_owners(self, commit: Commit) -> Commit:
-        """Leaves out a damaged owner index: the snapshot is readable without it."""
+    async def _with_owners(self, commit: Commit, stream: ManifestStream) -> Commit:
+        """Leaves out a damaged or wrong owner index: the snapshot is readable without it."""
         try:
-            await self._opened.reader.owners(commit)
+            if (found := await self._opened.reader.owners(commit)) is not None:
+                index = await self._opened.errands.run_blocking(
+                    OwnerIndex, found[0], commit.world_size
+                )
+                wrong: list[str] = []
+
+                def compare(manifest: RankManifest) -> None:
+                    if not wrong and (difference := index.difference(manifest)) is not None:
+                        wrong.append(difference)
+
+                await stream.each(compare)
+                if wrong:
+                    detail = f"{wrong[0]}, which contradicts its manifest"
+                    raise FormatError(key=owners_key(commit.attempt), detail=detail)
         except FormatError as error:
             logger.warning("%s; the snapshot is recovered without it", error)
             features = tuple([each for each in commit.features if each != "owners"])

@@ -13,9 +13,16 @@ import torch
 from actorsnap import Options, StateDict
 from actorsnap.errors import ChecksumMismatch, FormatError, IncompatibleState
 from actorsnap.format.layout import manifest_key
-from actorsnap.format.manifest import COMMIT_KEY, decode_commit, encode_commit
+from actorsnap.format.manifest import (
+    COMMIT_KEY,
+    ContainerEntry,
+    ValueEntry,
+    decode_commit,
+    encode_commit,
+)
 from actorsnap.format.owners import decode_owners, deflate_owners, encode_owners, owners_key
 from actorsnap.runtime.partial_index import FEW_RANKS
+from actorsnap.state.sources import Captured
 from actorsnap.storage.fs import FsStorage
 from actorsnap.sync import Snapshot
 from tests.support.many import ATTEMPT, Many
@@ -58,6 +65,36 @@ def test_one_process_restores_all_of_it(tmp_path: Path, kind: str, older: bool) 
     assert state["extra"]["list"] == [0]
     plan = Snapshot(tmp_path).plan_restore(state_of(many))
     assert plan.missing == plan.unexpected == plan.mismatched == ()
+
+
+class _WithContainers(Many):
+    """Each rank has a list of its own, with empty containers in it."""
+
+    def captured(self, rank: int) -> Captured:
+        captured = super().captured(rank)
+        captured.parts.extend(
+            [
+                ContainerEntry(path="own/queue", type="list"),
+                ContainerEntry(path="own/queue/0", type="dict"),
+                ValueEntry(path="own/queue/1", value=rank),
+                ContainerEntry(path="own/queue/2", type="tuple"),
+                ContainerEntry(path="own/state", type="dict"),
+            ]
+        )
+        return captured
+
+
+@pytest.mark.parametrize("older", [False, True])
+def test_empty_containers_stay(tmp_path: Path, older: bool) -> None:
+    """They are in no owner index: a list without them would be shorter."""
+    _WithContainers("fsdp", RANKS, 3, older=older).write(tmp_path)
+    snapshot = Snapshot(tmp_path, options=FAST)
+    own = {"queue": [{}, 0, ()], "state": {}}
+    assert snapshot.get_state_dict_for_key("own") == own
+    assert snapshot.read_object("7/own/queue") == [{}, 7, ()]
+    state = {"own": StateDict(queue=[{}, -1, ()], state={})}
+    assert snapshot.restore(state).missing == ()
+    assert dict(state["own"]) == own
 
 
 def test_what_is_not_wanted_is_not_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -234,6 +234,10 @@ async def test_one_that_contradicts_a_manifest(tmp_path: Path, what: str) -> Non
     with pytest.raises(FormatError, match="according to the owner index"):
         await verified(saved)
     await reads_right_or_names_it(saved)
+    (saved / COMMIT_KEY).unlink()
+    await actorsnap.Snapshot(saved).recover()  # without the index
+    await verified(saved)
+    assert torch.equal(await restored(saved, 7), WHOLE[14:16])
 
 
 async def test_one_that_lacks_paths(tmp_path: Path) -> None:
