@@ -13,13 +13,11 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
-from math import prod
 from typing import Any, TypeAlias
 
 import msgspec
 
 from actorsnap.errors import FormatError
-from actorsnap.format.checksum import combine, combine_blocks
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import shard_name
 from actorsnap.format.manifest import (
@@ -36,17 +34,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
     is_same_tensor,
 )
-
-
-class Shard(msgspec.Struct, frozen=True, gc=False):
-    """A stored box of a tensor.
-
-    ``is_disputed``: others stored other elements; it may fill only an equal box.
-    """
-
-    box: Box
-    data: Stored
-    is_disputed: bool = False
+from actorsnap.planning.shards import Cuts, Joined, Shards
 
 
 class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -54,7 +42,7 @@ class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         shape: The whole tensor's.
-        shards: Unordered; each box once. They need not cover the tensor.
+        shards: Unordered. They need not cover the tensor.
     """
 
     path: str
@@ -62,7 +50,7 @@ class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     shape: tuple[int, ...]
     type: TensorType
     requires_grad: bool
-    shards: tuple[Shard, ...]
+    shards: Shards
     memory_format: MemoryFormat | None = None
     attributes: dict[str, Any] | None = None
 
@@ -183,27 +171,6 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _one_cover(stored: Mapping[Box, Stored], shape: tuple[int, ...]) -> list[Box] | None:
-    """Returns boxes that tile the tensor, or None if no tiling is certain.
-
-    All tilings must hold the same bytes: checksums can be compared if the boxes are runs of rows.
-    """
-    row_volume = prod(shape[1:])
-    ways: dict[int, tuple[int, list[Box]]] = {0: (0, [])}
-    starts = {box.offsets[0] for box in stored} | {shape[0]}
-    for box in sorted(stored, key=lambda box: box.offsets[0]):
-        start, stop = box.offsets[0], box.stops[0]
-        if box.volume != (stop - start) * row_volume or start not in ways or stop not in starts:
-            return None
-        data = stored[box]
-        nbytes = data.stop - data.start
-        before, boxes = ways[start]
-        whole = combine(before, combine_blocks(data.crc32c, nbytes), nbytes)
-        if ways.setdefault(stop, (whole, [*boxes, box]))[0] != whole:
-            return None
-    return ways[shape[0]][1]
-
-
 def _is_shard(entry: AnyEntry) -> bool:
     return type(entry) is TensorEntry and entry.offsets is not None
 
@@ -237,7 +204,8 @@ class IndexBuilder:
         self._records = list(template.objects)
         self._numbers = {record.part: number for number, record in enumerate(self._records)}
         self._entries: dict[str, AnyEntry] = {}
-        self._joined: dict[str, _Joined] = {}
+        self._joined: dict[str, Joined] = {}
+        self._cuts = Cuts()
         self._elsewhere: dict[str, None] = {}
         self._known_private = private
         # By path: the holders of a private leaf, as runs.
@@ -245,8 +213,6 @@ class IndexBuilder:
         self._containers: dict[str, ContainerEntry] = {}
         self._optimizers = dict(template.optimizers or {})
         self._order = _Order()
-        # Tensors of one shape are cut alike.
-        self._boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
         if is_own:
             self._entries = {entry.path: entry for entry in template.entries}
         self._template_paths = frozenset([entry.path for entry in template.entries])
@@ -298,7 +264,7 @@ class IndexBuilder:
             path, joined = self._joined.popitem()
             own = self._entries.get(path)
             if own is None or _is_shard(own):
-                self._entries[path] = joined.entry(path, is_own=self._is_own)
+                self._entries[path] = self._sharded(path, joined)
         for path in self._own_paths & self._elsewhere.keys():
             if _is_shard(self._entries[path]):
                 self._entries[path] = Elsewhere(path)
@@ -330,20 +296,17 @@ class IndexBuilder:
         if is_template:
             numbers = list(range(len(objects)))
         is_alone = self._world_size == 1
-        wants, found, joined, boxes = self._wants, self._entries, self._joined, self._boxes
+        is_own = is_template and self._is_own
+        wants, found, joined, cuts = self._wants, self._entries, self._joined, self._cuts
 
-        def renumber(data: Stored) -> Stored:
-            number = numbers[data.object]
+        def number_of(at: int) -> int:
+            record = objects[at]
+            number = self._numbers.get(record.part)
             if number is None:
-                record = objects[data.object]
-                number = self._numbers.get(record.part)
-                if number is None:
-                    number = self._numbers[record.part] = len(self._records)
-                    self._records.append(record)
-                numbers[data.object] = number
-            if number == data.object:
-                return data
-            return Stored(number, data.start, data.stop, data.crc32c)
+                number = self._numbers[record.part] = len(self._records)
+                self._records.append(record)
+            numbers[at] = number
+            return number
 
         for entry in manifest.entries:
             path = entry.path
@@ -355,7 +318,7 @@ class IndexBuilder:
                     continue
                 join = joined.get(path)
                 if join is None:
-                    join = joined[path] = _Joined(entry, rank)
+                    join = joined[path] = Joined(entry, rank)
                 elif not is_same_tensor(join.first, entry):
                     raise FormatError(
                         key=path,
@@ -363,19 +326,36 @@ class IndexBuilder:
                         "under this path",
                     )
                 if wants is None or wants.has_part(path, entry.offsets, entry.shape):
-                    place = entry.offsets, entry.shape
-                    box = boxes.get(place)
-                    if box is None:
-                        box = boxes[place] = Box(*place)
-                    join.add(box, entry.data, renumber, is_template=is_template)
+                    data = entry.data
+                    number = numbers[data.object]
+                    join.numbers.append(cuts.number(entry.offsets, entry.shape))
+                    join.stored.append(number_of(data.object) if number is None else number, data)
+                    join.num_own += is_own
             elif not (entry.replicated or is_alone) or path in found:
                 continue
             elif wants is not None and not wants.names(path):
                 self._elsewhere[path] = None
             elif isinstance(entry, TensorEntry | BytesEntry):
-                found[path] = msgspec.structs.replace(entry, data=renumber(entry.data))
+                data = entry.data
+                number = numbers[data.object]
+                number = number_of(data.object) if number is None else number
+                moved = Stored(number, data.start, data.stop, data.crc32c)
+                found[path] = msgspec.structs.replace(entry, data=moved)
             else:
                 found[path] = entry
+
+    def _sharded(self, path: str, joined: Joined) -> ShardedEntry:
+        first = joined.first
+        return ShardedEntry(
+            path=path,
+            dtype=first.dtype,
+            shape=joined.shape,
+            type=first.type,
+            requires_grad=first.requires_grad,
+            memory_format=first.memory_format,
+            attributes=first.attributes,
+            shards=joined.shards(self._cuts),
+        )
 
     def _is_ordered(self, entry: Entry) -> bool:
         return (
@@ -417,10 +397,11 @@ class IndexBuilder:
     def _overlaps(self, path: str) -> bool:
         assert self._wants is not None
         joined = self._joined[path]
+        boxes = self._cuts.boxes(set(joined.numbers))
         for wanted in self._wants.boxes[path]:
             if wanted.ndim != len(joined.shape):
                 continue
-            shared = [wanted.intersect(box) for box in joined.boxes]
+            shared = [wanted.intersect(box) for box in boxes]
             if sum([box.volume for box in shared if box is not None]) > wanted.volume:
                 return True
         return False
@@ -480,69 +461,6 @@ class IndexBuilder:
             own = iter(dict.fromkeys(entry.path for entry in self._template.entries))
             order = [next(own) if path in self._own_paths else path for path in order]
         return order
-
-
-class _Joined:
-    """The wanted shards of a path. The first manifest's come first: the rank's own."""
-
-    __slots__ = ("boxes", "disputed", "first", "from_template", "rank", "shape")
-
-    def __init__(self, first: TensorEntry, rank: int) -> None:
-        assert first.global_shape is not None
-        self.first = first
-        self.rank = rank
-        self.shape = first.global_shape
-        self.boxes: dict[Box, Stored] = {}
-        self.disputed: set[Box] = set()
-        self.from_template: list[Box] = []
-
-    def add(
-        self,
-        box: Box,
-        data: Stored,
-        renumber: Callable[[Stored], Stored],
-        *,
-        is_template: bool,
-    ) -> None:
-        before = self.boxes.get(box)
-        if before is None:
-            self.boxes[box] = renumber(data)
-            if is_template:
-                self.from_template.append(box)
-        elif before.crc32c != data.crc32c:
-            self.disputed.add(box)
-
-    def entry(self, path: str, *, is_own: bool) -> ShardedEntry:
-        """Joins the shards.
-
-        A box that ranks stored with different values is disputed: tensors of several meshes have
-        this path. All boxes are if meshes cut the path differently and checksums cannot prove that
-        it is one tensor. A rank gets only its own disputed boxes.
-        """
-        first, boxes, disputed = self.first, self.boxes, self.disputed
-        own = frozenset(self.from_template) if is_own else frozenset()
-        if sum([box.volume for box in boxes]) > prod(self.shape):
-            cover = None if disputed else _one_cover(boxes, self.shape)
-            if cover is None:
-                disputed = set(boxes)
-            else:
-                boxes = {box: boxes[box] for box in cover}
-        return ShardedEntry(
-            path=path,
-            dtype=first.dtype,
-            shape=self.shape,
-            type=first.type,
-            requires_grad=first.requires_grad,
-            memory_format=first.memory_format,
-            attributes=first.attributes,
-            shards=tuple(
-                [
-                    Shard(box, data, box in disputed)
-                    for box, data in boxes.items()
-                    if box not in disputed or box in own
-                ]
-            ),
-        )
 
 
 class _Order:

@@ -31,9 +31,9 @@ from actorsnap.runtime.partial_index import FEW_RANKS, PartialIndex
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore.aliasing import mark_written
-from actorsnap.state.restore.allocation import Wanted
 from actorsnap.state.restore.build import KeyRestore, prepare, read_one, resolve
 from actorsnap.state.restore.match import entries_by_key
+from actorsnap.state.restore.reads import Reads
 from actorsnap.state.tree import escape
 
 logger = Log(__name__)
@@ -335,7 +335,7 @@ def _read(
     owns_memory: bool = True,
 ) -> Script[None]:
     mark(parts)
-    wanted = [want for part in parts for want in part.memory.reads]
+    wanted = Reads([each for part in parts for each in part.memory.reads.parts])
     yield lambda host: fetch_wanted(
         host, source, index, wanted, memory_budget_bytes, owns_memory=owns_memory
     )
@@ -350,7 +350,7 @@ async def fetch_wanted(
     host: Host,
     source: Source,
     index: Index,
-    wanted: Iterable[Wanted],
+    wanted: Reads,
     memory_budget_bytes: int | None = None,
     observation: Observation | None = None,
     *,
@@ -363,7 +363,6 @@ async def fetch_wanted(
         on_read: See ``FetcherPool``.
         owns_memory: No memory is the caller's: a read that hangs may be abandoned.
     """
-    requests = [RangeRequest(index, want.stored, want.sink) for want in wanted]
     changes: dict[str, Any] = {}
     if memory_budget_bytes is not None:
         changes = {
@@ -373,11 +372,20 @@ async def fetch_wanted(
         }
     if on_read is not None:
         changes["on_read"] = on_read
-    if requests:
-        watch = observation or Observation("read")
-        async with source.opened(host, "read", index.attempt, watch.on_retry) as opened:
-            fetcher = opened.fetcher(recorder=watch.recorder, **changes)
+    batches = wanted.batches()
+
+    def next_batch() -> list[RangeRequest]:
+        return [RangeRequest(index, each.stored, each.sink) for each in next(batches, ())]
+
+    if not wanted:
+        return
+    watch = observation or Observation("read")
+    async with source.opened(host, "read", index.attempt, watch.on_retry) as opened:
+        fetcher = opened.fetcher(recorder=watch.recorder, **changes)
+        requests = await host.run_blocking(next_batch)
+        while requests:
             if owns_memory:
                 await opened.errands.run(fetcher.fetch, requests)
             else:
                 await fetcher.fetch(requests)
+            requests = await host.run_blocking(next_batch)
