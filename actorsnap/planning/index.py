@@ -17,7 +17,6 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import FormatError
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import shard_name
 from actorsnap.format.manifest import (
@@ -32,9 +31,8 @@ from actorsnap.format.manifest import (
     TensorEntry,
     TensorType,
     ViewEntry,
-    is_same_tensor,
 )
-from actorsnap.planning.shards import Cuts, Joined, Shards
+from actorsnap.planning.shards import Shards, ShardTable
 
 
 class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -81,6 +79,10 @@ class Wants(msgspec.Struct, frozen=True):
         names = self.names
         boxes = {path: boxes for path, boxes in self.boxes.items() if path not in paths}
         return Wants(lambda path: path in paths or names(path), boxes)
+
+    def has_shard(self, entry: TensorEntry) -> bool:
+        assert entry.offsets is not None
+        return self.has_part(entry.path, entry.offsets, entry.shape)
 
     def has_part(self, path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
         """Whether the box has wanted elements, or is an empty tensor's."""
@@ -204,8 +206,7 @@ class IndexBuilder:
         self._records = list(template.objects)
         self._numbers = {record.part: number for number, record in enumerate(self._records)}
         self._entries: dict[str, AnyEntry] = {}
-        self._joined: dict[str, Joined] = {}
-        self._cuts = Cuts()
+        self._shards = ShardTable()
         self._elsewhere: dict[str, None] = {}
         self._known_private = private
         # By path: the holders of a private leaf, as runs.
@@ -228,7 +229,7 @@ class IndexBuilder:
         """Adds a manifest, or those of its entries that the rank wants. In rank order.
 
         Raises:
-            FormatError: Shards of one path belong to different tensors.
+            FormatError: Shards of one path belong to different tensors; or from ``index``.
         """
         if manifest is not self._template:
             self._take(manifest)
@@ -245,7 +246,7 @@ class IndexBuilder:
         if self._wants is None:
             return set()
         boxes = self._wants.boxes
-        return {path for path in boxes if path in self._joined and self._overlaps(path)}
+        return {path for path in boxes if path in self._shards.firsts and self._overlaps(path)}
 
     def bases(self) -> set[str]:
         """Returns the tensors that views refer to, as far as they are not there."""
@@ -259,12 +260,14 @@ class IndexBuilder:
             alike: The private leaves that all ranks saved with equal content. None: they were
                 found among all manifests.
             others: Paths that all ranks may read; those without an entry are ``Elsewhere``.
+
+        Raises:
+            FormatError: Shards of one path belong to different tensors.
         """
-        while self._joined:
-            path, joined = self._joined.popitem()
+        for path, shards in self._shards.joined().items():
             own = self._entries.get(path)
             if own is None or _is_shard(own):
-                self._entries[path] = self._sharded(path, joined)
+                self._entries[path] = self._sharded(path, shards)
         for path in self._own_paths & self._elsewhere.keys():
             if _is_shard(self._entries[path]):
                 self._entries[path] = Elsewhere(path)
@@ -289,72 +292,70 @@ class IndexBuilder:
 
     def _take(self, manifest: RankManifest) -> None:
         """Takes what all may read."""
-        rank, objects = manifest.rank, manifest.objects
+        objects = manifest.objects
         is_template = manifest is self._template
         # Of its objects in the index, as far as known.
         numbers: list[int | None] = [None] * len(objects)
         if is_template:
             numbers = list(range(len(objects)))
         is_alone = self._world_size == 1
-        is_own = is_template and self._is_own
-        wants, found, joined, cuts = self._wants, self._entries, self._joined, self._cuts
+        wants, found = self._wants, self._entries
 
         def number_of(at: int) -> int:
-            record = objects[at]
-            number = self._numbers.get(record.part)
+            number = numbers[at]
             if number is None:
-                number = self._numbers[record.part] = len(self._records)
-                self._records.append(record)
-            numbers[at] = number
+                record = objects[at]
+                number = self._numbers.get(record.part)
+                if number is None:
+                    number = self._numbers[record.part] = len(self._records)
+                    self._records.append(record)
+                numbers[at] = number
             return number
 
+        shards: list[TensorEntry] = []
         for entry in manifest.entries:
+            if type(entry) is TensorEntry and entry.offsets is not None:
+                shards.append(entry)
+                continue
             path = entry.path
             if isinstance(entry, ContainerEntry):
                 self._containers.setdefault(path, entry)
-            elif type(entry) is TensorEntry and entry.offsets is not None:
-                if wants is not None and not wants.names(path):
-                    self._elsewhere[path] = None
-                    continue
-                join = joined.get(path)
-                if join is None:
-                    join = joined[path] = Joined(entry, rank)
-                elif not is_same_tensor(join.first, entry):
-                    raise FormatError(
-                        key=path,
-                        detail=f"ranks {join.rank} and {rank} have shards of different tensors "
-                        "under this path",
-                    )
-                if wants is None or wants.has_part(path, entry.offsets, entry.shape):
-                    data = entry.data
-                    number = numbers[data.object]
-                    join.numbers.append(cuts.number(entry.offsets, entry.shape))
-                    join.stored.append(number_of(data.object) if number is None else number, data)
-                    join.num_own += is_own
             elif not (entry.replicated or is_alone) or path in found:
                 continue
             elif wants is not None and not wants.names(path):
                 self._elsewhere[path] = None
             elif isinstance(entry, TensorEntry | BytesEntry):
                 data = entry.data
-                number = numbers[data.object]
-                number = number_of(data.object) if number is None else number
-                moved = Stored(number, data.start, data.stop, data.crc32c)
+                moved = Stored(number_of(data.object), data.start, data.stop, data.crc32c)
                 found[path] = msgspec.structs.replace(entry, data=moved)
             else:
                 found[path] = entry
+        is_wanted: Callable[[TensorEntry], bool] | None = None
+        if wants is not None:
+            names = wants.names
+            self._elsewhere.update([(e.path, None) for e in shards if not names(e.path)])
+            shards = [entry for entry in shards if names(entry.path)]
+            if wants.boxes:
+                is_wanted = wants.has_shard
+        self._shards.add(
+            manifest.rank,
+            shards,
+            [number_of(at) for at in range(len(objects))] if shards else (),
+            is_own=is_template and self._is_own,
+            is_wanted=is_wanted,
+        )
 
-    def _sharded(self, path: str, joined: Joined) -> ShardedEntry:
-        first = joined.first
+    def _sharded(self, path: str, shards: Shards) -> ShardedEntry:
+        _, first = self._shards.firsts[path]
         return ShardedEntry(
             path=path,
             dtype=first.dtype,
-            shape=joined.shape,
+            shape=self._shards.shape(path),
             type=first.type,
             requires_grad=first.requires_grad,
             memory_format=first.memory_format,
             attributes=first.attributes,
-            shards=joined.shards(self._cuts),
+            shards=shards,
         )
 
     def _is_ordered(self, entry: Entry) -> bool:
@@ -396,10 +397,9 @@ class IndexBuilder:
 
     def _overlaps(self, path: str) -> bool:
         assert self._wants is not None
-        joined = self._joined[path]
-        boxes = self._cuts.boxes(set(joined.numbers))
+        boxes, ndim = self._shards.boxes(path), len(self._shards.shape(path))
         for wanted in self._wants.boxes[path]:
-            if wanted.ndim != len(joined.shape):
+            if wanted.ndim != ndim:
                 continue
             shared = [wanted.intersect(box) for box in boxes]
             if sum([box.volume for box in shared if box is not None]) > wanted.volume:

@@ -111,7 +111,7 @@ class BoxPlanner:
 
     def plan(self, path: str, shards: Shards, wanted: tuple[Box, ...], itemsize: int) -> BoxPlan:
         """See ``plan_boxes``."""
-        sizes = shards.sizes.tobytes(), shards.ends.tobytes()
+        sizes = shards.columns.sizes.tobytes(), shards.columns.counts.tobytes()
         key = shards.cut, sizes, shards.disputed, wanted, itemsize
         if key not in self._plans:
             planned = plan_boxes(

@@ -81,7 +81,7 @@ def check_sharded(entry: ShardedEntry) -> torch.dtype | None:
     shape = entry.shape
     if prod([size for size in shape if size]) * itemsize >= _MAX_BYTES:
         fail(entry.path, f"no tensor has shape {shape}")
-    cut, sizes = entry.shards.cut, entry.shards.sizes
+    cut, sizes = entry.shards.cut, entry.shards.columns.sizes
     if not cut.is_within(shape) or [n * itemsize for n in cut.volumes] != sizes.tolist():
         whole = Box.whole(shape)
         for box, nbytes in zip(cut.boxes, sizes, strict=True):

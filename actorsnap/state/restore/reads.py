@@ -132,8 +132,8 @@ class Reads:
                 objects[here], starts[here] = part.stored.object, part.stored.start
             elif length:
                 stored = np.frombuffer(part.plan.stored, np.uint32)
-                objects[here] = np.frombuffer(part.shards.objects, np.uint32)[stored]
-                starts[here] = np.frombuffer(part.shards.starts, np.uint64)[stored]
+                objects[here] = np.frombuffer(part.shards.columns.objects, np.uint32)[stored]
+                starts[here] = np.frombuffer(part.shards.columns.starts, np.uint64)[stored]
                 starts[here] += np.frombuffer(part.plan.starts, np.uint64)
         order = np.lexsort((starts, objects))
         del objects, starts
