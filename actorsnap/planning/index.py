@@ -236,7 +236,8 @@ class IndexBuilder:
             self._optimizers = (manifest.optimizers or {}) | self._optimizers
         if self._known_private is None:
             self._count_private(manifest)
-        self._order.add([e.path for e in manifest.entries if self._is_ordered(e)])
+        own = self._template_paths
+        self._order.add([e.path for e in manifest.entries if e.path in own or self._is_ordered(e)])
 
     def overlapping(self) -> set[str]:
         """Returns paths of which several boxes have the same wanted elements.
@@ -332,9 +333,11 @@ class IndexBuilder:
                 found[path] = entry
         is_wanted: Callable[[TensorEntry], bool] | None = None
         if wants is not None:
-            names = wants.names
-            self._elsewhere.update([(e.path, None) for e in shards if not names(e.path)])
-            shards = [entry for entry in shards if names(entry.path)]
+            named = [entry for entry in shards if wants.names(entry.path)]
+            if len(named) < len(shards):
+                unnamed = dict.fromkeys([entry.path for entry in shards])
+                self._elsewhere.update([(p, None) for p in unnamed if not wants.names(p)])
+            shards = named
             if wants.boxes:
                 is_wanted = wants.has_shard
         self._shards.add(
@@ -359,12 +362,7 @@ class IndexBuilder:
         )
 
     def _is_ordered(self, entry: Entry) -> bool:
-        return (
-            entry.path in self._template_paths
-            or isinstance(entry, ContainerEntry)
-            or entry.replicated
-            or _is_shard(entry)
-        )
+        return isinstance(entry, ContainerEntry) or entry.replicated or _is_shard(entry)
 
     def _count_private(self, manifest: RankManifest) -> None:
         rank = manifest.rank
