@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
-
-import msgspec
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.fetcher import RangeRequest
 from actorsnap.errors import SnapshotReplaced, UsageError, did_you_mean
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
-from actorsnap.format.manifest import Commit, Entry, ManifestRecord, RankManifest, ValueEntry
+from actorsnap.format.manifest import Commit, Entry, ManifestRecord, RankManifest
 from actorsnap.log import Log
 from actorsnap.planning.index import (
-    Elsewhere,
     Index,
-    ShardedEntry,
     Wants,
     ancestors,
     named_entries,
@@ -40,9 +36,6 @@ logger = Log(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-_MAX_SHARDS = 1 << 17
-"""Shards whose entries are in memory together."""
 
 _MAX_TRIES = 3
 """Tries, if the snapshot is replaced meanwhile."""
@@ -180,9 +173,9 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
         hint = did_you_mean(key, by_key) or f"it has {', '.join(map(repr, sorted(by_key)))}"
         raise UsageError(f"the snapshot has no key {key!r}; {hint}")
 
-    def find(index: Index, root: str) -> KeyRestore:
-        entries = entries_by_key(index.entries)[key] if root == escape(key) else index.entries
-        return prepare(root, entries, target=None, allow_pickle=source.options.allow_pickle)
+    def find(index: Index) -> KeyRestore:
+        entries = entries_by_key(index.entries)[key]
+        return prepare(escape(key), entries, target=None, allow_pickle=source.options.allow_pickle)
 
     return (yield from _read_below(source, view, escape(key), find))
 
@@ -211,7 +204,7 @@ def read_object(
         raise UsageError(f"{typed!r}: the snapshot has the ranks 0 to {view.index.world_size - 1}")
     root = resolve(view.index.entries, path, view.index.held_by_other_ranks)
 
-    def find(index: Index, root: str) -> KeyRestore:
+    def find(index: Index) -> KeyRestore:
         return read_one(
             index.entries, root, out, source.options.allow_pickle, index.held_by_other_ranks
         )
@@ -253,23 +246,16 @@ async def _complete(opened: OpenSource, begun: PartialIndex, wants: Wants) -> In
     )
 
 
-def _look_below(
-    source: Source, begun: PartialIndex, roots: Iterable[str], unread: Iterable[str] = ()
-) -> Script[Index]:
-    """Returns the index with everything at and below the paths.
-
-    Args:
-        unread: Tensors whose shards are not wanted.
-    """
-    exact = set(roots)
-    above = {parent for root in exact for parent in ancestors(root)}
+def _look_below(source: Source, begun: PartialIndex, root: str) -> Script[Index]:
+    """Returns the index with everything at and below the path."""
+    above = set(ancestors(root))
 
     @cache
     def names(path: str) -> bool:
         path = path.partition("@")[0]
-        return path in exact or path in above or any(each in exact for each in ancestors(path))
+        return path == root or path in above or root in ancestors(path)
 
-    wants = Wants(names, {path: () for path in unread})
+    wants = Wants(names, {})
     return (
         yield from source.perform(
             "read", lambda opened: _complete(opened, begun, wants), begun.commit.attempt
@@ -281,64 +267,21 @@ def _read_below(
     source: Source,
     view: _View,
     root: str,
-    find: Callable[[Index, str], KeyRestore],
+    find: Callable[[Index], KeyRestore],
     memory_budget_bytes: int | None = None,
     *,
     owns_memory: bool = True,
 ) -> Script[Any]:
-    """Reads what ``find`` allocates; of many shards, some tensors after the other."""
-    read = partial(_read, source, memory_budget_bytes=memory_budget_bytes, owns_memory=owns_memory)
-    begun = view.begun
-    if begun is None:
-        part = find(view.index, root)
-        yield from read(view.index, [part])
-        return part.build()
-    below = f"{root}/"
-    unread = [
-        entry.path
-        for entry in view.index.entries
-        if isinstance(entry, Elsewhere | ShardedEntry)
-        and (entry.path.startswith(below) or entry.path == root)
-    ]
-    at_once = max(1, _MAX_SHARDS // view.index.world_size)
-    if len(unread) <= at_once:
-        index = yield from _look_below(source, begun, [root])
-        part = find(index, root)
-        yield from read(index, [part])
-        return part.build()
-    index = yield from _look_below(source, begun, [root], unread)
-    sharded = [entry.path for entry in index.entries if isinstance(entry, ShardedEntry)]
-    left = [path for path in sharded if path.startswith(below)]
-    index = _with_values_for(index, frozenset(left))
-    part = find(index, root)
-    yield from read(index, [part])
-    for at in range(0, len(left), at_once):
-        paths = left[at : at + at_once]
-        index = yield from _look_below(source, begun, paths)
-        found = {path: find(index, path) for path in paths}
-        yield from read(index, list(found.values()))
-        part.match.values.update({path: each.build() for path, each in found.items()})
-    return part.build()
-
-
-def _with_values_for(index: Index, paths: Collection[str]) -> Index:
-    entries = [ValueEntry(path=e.path) if e.path in paths else e for e in index.entries]
-    return msgspec.structs.replace(index, entries=tuple(entries))
-
-
-def _read(
-    source: Source,
-    index: Index,
-    parts: Sequence[KeyRestore],
-    *,
-    memory_budget_bytes: int | None = None,
-    owns_memory: bool = True,
-) -> Script[None]:
-    mark(parts)
-    wanted = Reads([each for part in parts for each in part.memory.reads.parts])
+    """Reads what ``find`` allocates."""
+    index = view.index
+    if view.begun is not None:
+        index = yield from _look_below(source, view.begun, root)
+    part = find(index)
+    mark([part])
     yield lambda host: fetch_wanted(
-        host, source, index, wanted, memory_budget_bytes, owns_memory=owns_memory
+        host, source, index, part.memory.reads, memory_budget_bytes, owns_memory=owns_memory
     )
+    return part.build()
 
 
 def mark(parts: Iterable[KeyRestore]) -> None:

@@ -19,7 +19,8 @@ from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.format.owners import owners_key
 from actorsnap.options import Options
 from actorsnap.planning.survey import Survey
-from actorsnap.runtime import manifests, partial_index, reading
+from actorsnap.runtime import manifests, partial_index
+from actorsnap.state.restore import reads
 from actorsnap.sync import Snapshot
 from tests.support.many import ATTEMPT, Many
 
@@ -31,7 +32,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each manifest were large."""
     monkeypatch.setattr(manifests, "BATCH_BYTES", 1)
     monkeypatch.setattr(partial_index, "FEW_RANKS", 1)
-    monkeypatch.setattr(reading, "_MAX_SHARDS", 24)
+    monkeypatch.setattr(reads, "MAX_PLANNED_READS", 24)
     batches = Survey.batches
     monkeypatch.setattr(Survey, "batches", lambda survey: batches(survey, 1))
 

@@ -116,9 +116,9 @@ class Reads:
             else:
                 yield from part
 
-    def batches(self, max_reads: int = MAX_PLANNED_READS) -> Iterator[list[Wanted]]:
-        """Yields all reads; by object and offset, if one batch does not have them."""
-        count = len(self)
+    def batches(self) -> Iterator[list[Wanted]]:
+        """Yields all reads; if they are several batches, by object and offset."""
+        count, max_reads = len(self), MAX_PLANNED_READS
         if count <= max_reads:
             yield list(self)
             return
