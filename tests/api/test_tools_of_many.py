@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from actorsnap import cli
+from actorsnap import StateDict, cli
 from actorsnap.errors import ChecksumMismatch, FormatError, UsageError
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import COMMIT_KEY
@@ -143,14 +144,23 @@ def test_ranks_that_are_alike_are_shown_once(tmp_path: Path) -> None:
     assert same.stdout == f"equal: {12 * 9} leaves\n"
 
 
-@pytest.mark.parametrize("tool", ["verify", "read_object"])
+@pytest.mark.parametrize("tool", ["verify", "read_object", "restore", "get_state_dict_for_key"])
 def test_memory_does_not_grow_with_ranks_times_tensors(
     tmp_path: Path, tool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "BATCH_BYTES", 1)
+    monkeypatch.setattr(reads, "MAX_PLANNED_READS", 256)
     many = Many("fsdp", 96, 200)
     snapshot = Snapshot(many.write(tmp_path, has_data=False), options=Options(verify=False))
-    call = snapshot.verify if tool == "verify" else lambda: snapshot.read_object(many.paths[7])
+    names = [path.removeprefix("model/") for path in many.paths]
+    state = {"model": StateDict({name: torch.empty(many.shape) for name in names})}
+    calls: dict[str, Callable[[], object]] = {
+        "verify": snapshot.verify,
+        "read_object": lambda: snapshot.read_object(many.paths[7]),
+        "restore": lambda: snapshot.restore(state),
+        "get_state_dict_for_key": lambda: snapshot.get_state_dict_for_key("model"),
+    }
+    call = calls[tool]
     tracemalloc.start()
     try:
         call()
