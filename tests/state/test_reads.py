@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actorsnap.format.checksum import MIN_BLOCK_BYTES
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import BoxPlanner
@@ -15,6 +16,9 @@ from actorsnap.state.distributed import LocalPiece
 from actorsnap.state.restore import reads
 from actorsnap.state.restore.reads import BoxReads, Reads, Wanted
 from actorsnap.state.sources import HostMemory
+
+BLOCK = MIN_BLOCK_BYTES
+WIDTH = BLOCK // 4
 
 
 def place(want: Wanted) -> tuple[int, int, int, int]:
@@ -34,19 +38,19 @@ def test_batches(data: st.DataObject, max_reads: int) -> None:
             stored = Stored(data.draw(st.integers(0, 3)), at, at + 32, (1,))
             found.append(Wanted(stored, HostMemory(tensors[-1].data_ptr(), 32, None), None))
             continue
+        # Rows of two checksum blocks; of some, only the second one is wanted.
         order = data.draw(st.permutations(range(4)))
         shards = []
         for row in order:
             at = data.draw(st.integers(0, 2**40))
-            stored = Stored(data.draw(st.integers(0, 3)), at, at + 8, (row,))
-            shards.append(Shard(Box((row, 0), (1, 2)), stored))
+            stored = Stored(data.draw(st.integers(0, 3)), at, at + 2 * BLOCK, (row, row))
+            shards.append(Shard(Box((row, 0), (1, 2 * WIDTH)), stored))
         whole = Shards.of(shards)
-        tensors.append(torch.zeros(4, 2))
-        first = data.draw(st.integers(0, 3))
-        box = Box((first, 0), (4 - first, 2))
-        pieces = [LocalPiece(box, tensors[-1][first:], None)]
+        first, left = data.draw(st.integers(0, 3)), data.draw(st.sampled_from([0, WIDTH]))
+        box = Box((first, left), (4 - first, 2 * WIDTH - left))
+        tensors.append(torch.zeros(box.sizes))
         plan = planner.plan("w", whole, (box,), 4)
-        found.append(BoxReads(plan, whole, pieces, ()))
+        found.append(BoxReads(plan, whole, [LocalPiece(box, tensors[-1], None)], ()))
     expected = [place(want) for want in found]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reads, "MAX_PLANNED_READS", max_reads)
