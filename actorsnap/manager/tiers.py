@@ -59,6 +59,9 @@ logger = Log(__name__)
 _MAX_LOOK_S = 5.0
 """Time that a save waits for the root."""
 
+_ASIDE_BYTES = 16 << 20
+"""With a smaller snapshot a drain starts no process."""
+
 
 def add_tier(root: Root, tiers: object, options: Options) -> Root:
     """Returns the root with its tier, if one is given.
@@ -497,13 +500,16 @@ class TieredKeeper(Keeper):
 
 
 async def copy_aside(host: Host, source: Source, to: Location) -> CopyReport:
-    """Copies a snapshot where a trainer notices it least: in its uploader process, if there is one.
+    """Copies a snapshot where a trainer notices it least: in its uploader process.
+
+    With ``offload="auto"`` it does not wait for the process: the first large copy is made here.
 
     Raises:
         ActorSnapError: See ``copy``.
     Cancellation: Ends the copy, which a later one resumes.
     """
     share = 0.0
+    uploader = find_usable_uploader(host, [source.location, to], source.options)
 
     def note(done_bytes: int, total_bytes: int) -> None:
         nonlocal share
@@ -511,8 +517,9 @@ async def copy_aside(host: Host, source: Source, to: Location) -> CopyReport:
 
     def note_event(event: CopyEvent) -> None:
         note(event.done_bytes, event.total_bytes)
+        if uploader is not None and event.total_bytes >= _ASIDE_BYTES:
+            host.call_soon(uploader.start)
 
-    uploader = find_usable_uploader(host, [source.location, to], source.options)
     with paced(source.options, lambda: share) as pace:
         if uploader is not None and (source.options.offload == "process" or uploader.is_ready):
             report = await RemoteCopy(uploader, source, to, note).run()

@@ -132,15 +132,21 @@ def test_the_process_drains(tmp_path: Path, max_slowdown: float | None) -> None:
     assert all_drained(run)
 
 
-@pytest.mark.usefixtures("only_there")
-def test_large_drains_are_made_there_by_default(tmp_path: Path) -> None:
+def test_by_default_a_large_drain_starts_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = Run(tmp_path, offload="auto")
-    find_uploader(Host.get())
-    Host.get().call_soon(uploader().start)
-    until(lambda: uploader().is_ready)
     run.save(0)
+    until(lambda: run.drained() == [0] and all_drained(run))
+    assert uploader().pid is None
+    run.state["weight"] = torch.zeros(5 << 20)
+    run.save(1)
+    until(lambda: all_drained(run) and uploader().is_ready)
+    monkeypatch.setattr("actorsnap.manager.tiers.copy", None)  # none is made here any more
+    run.save(2)
     run.manager.close()
-    assert run.drained() == [0]
+    assert run.drained() == [0, 1, 2]
+    assert all_drained(run)
 
 
 def test_without_a_process_drains_are_made_here(tmp_path: Path) -> None:
