@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import prod
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -90,7 +91,7 @@ def test_boxes_that_differ_are_the_owners_alone() -> None:
 
 def test_what_is_unwanted_is_compared_all_the_same() -> None:
     table = ShardTable()
-    no_boxes = {"is_own": False, "is_wanted": lambda entry: False}
+    no_boxes: dict[str, Any] = {"is_own": False, "is_wanted": lambda entry: False}
     table.add(0, [rows("w", 0, 2)], [0], **no_boxes)
     assert table.joined() == {"w": []}
     assert table.boxes("w") == []
@@ -101,7 +102,7 @@ def test_what_is_unwanted_is_compared_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("change", [{"dtype": "int32"}, {"requires_grad": True}])
-def test_the_first_rank_with_another_tensor_is_named(change: dict[str, object]) -> None:
+def test_the_first_rank_with_another_tensor_is_named(change: dict[str, Any]) -> None:
     table = ShardTable()
     for rank in (4, 0, 1, 2):
         entries = [rows("v", rank, rank + 1), rows("w", rank, rank + 1)]
