@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -173,10 +174,16 @@ def test_a_mesh_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
     optimizer = torch.optim.SGD(parameters)
     optimizer.state.update({p: {"count": torch.tensor(1.0)} for p in parameters})
     looked: list[object] = []
+
+    def counting(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def counted(it: Any) -> Any:
+            looked.append(it)
+            return call(it)
+
+        return counted
+
     for module, name in ((actorsnap.state.distributed, "_mesh_ranks"), (capturing, "ranks_digest")):
-        monkeypatch.setattr(
-            module, name, lambda it, call=getattr(module, name): (looked.append(it), call(it))[1]
-        )
+        monkeypatch.setattr(module, name, counting(getattr(module, name)))
     app_state = {"model": StateDict(enumerate(parameters)), "optimizer": optimizer}
     captured = capture(app_state, ranks=range(6), rank=2)
     assert len(captured.sharded) == 40
