@@ -167,6 +167,44 @@ class OwnerIndex:
                 found.add(None)
         return found
 
+    def needed_of(self, rank: int, wants: Wants, paths: Iterable[str]) -> frozenset[str] | None:
+        """Returns what a rank needs of its own manifest, besides containers.
+
+        That is its private leaves, and those of ``paths``, which all may read, of which it stored a
+        wanted box. If nobody did, its box is as good as any: only dtype and shape are wanted.
+
+        Returns:
+            None: Most of the manifest.
+        """
+        stored: set[str] = set()
+        needed: set[str] = set()
+        for kept in self._owners.private:
+            if any(grid.position(rank) is not None for grid in kept.ranks):
+                needed.update(kept.paths)
+        wanted = frozenset(paths)
+        alike: dict[object, tuple[bool, bool]] = {}
+        for path in self.paths:
+            boxes = wants.boxes.get(path)
+            key: object = path
+            if path in self._placed and path not in self._listed and path not in self._common:
+                shape, regions = self._placed[path]
+                key = shape, id(regions), boxes
+            if key not in alike:
+                places = self.places(path, rank)
+                has_part = any(
+                    [b is None or wants.has_part(path, b.offsets, b.sizes) for b in places]
+                )
+                is_unwanted = path in wanted and not any(
+                    True for _ in self._with_boxes(path, boxes)
+                )
+                alike[key] = bool(places), has_part or is_unwanted
+            is_stored, has_part = alike[key]
+            if is_stored:
+                stored.add(path)
+            if is_stored and has_part and path in wanted:
+                needed.add(path)
+        return frozenset(needed) if 2 * len(needed) <= len(stored | needed) else None
+
     def contradiction(self, manifest: RankManifest, paths: Iterable[str]) -> str | None:
         """As ``difference``, for the entries under some paths."""
         found: dict[str, set[Box | None]] = {}

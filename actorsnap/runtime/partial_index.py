@@ -123,15 +123,17 @@ class PartialIndex:
         is_own = self.rank < commit.world_size
         known, names = dict(self.known), None
         paths: list[str] = []
+        are_few = False
         asked: Sequence[int] = range(commit.world_size)
         if owners is not None:
             everything = list(owners.paths)
             paths = [path for path in everything if wants.names(path)]
+            are_few = 2 * len(paths) <= len(everything)
             if len(paths) < len(everything):
                 names = wants.names
             first = self.rank if is_own else 0
             if first not in known:
-                known[first] = await self._own(reader, run_blocking, owners)
+                known[first] = await self._own(reader, run_blocking, owners, wants, paths)
             asked = await run_blocking(owners.ranks_to_ask, wants, paths, known.keys())
             asked = sorted({*known, *asked})
         builder = IndexBuilder(
@@ -153,7 +155,12 @@ class PartialIndex:
             read: dict[int, RankManifest] = {}
 
             async def get(rank: int, read: dict[int, RankManifest] = read) -> None:
-                read[rank] = known.get(rank) or await reader.manifest(commit, rank, names)
+                if rank in known:
+                    read[rank] = known[rank]
+                elif are_few:
+                    read[rank] = await reader.entries(commit, rank, paths)
+                else:
+                    read[rank] = await reader.manifest(commit, rank, names)
 
             await for_each(batch, get, at_once=at_once)
             await run_blocking(add, [read[rank] for rank in batch])
@@ -164,10 +171,20 @@ class PartialIndex:
         reader: SnapshotReader,
         run_blocking: RunBlocking,
         owners: OwnerIndex,
+        wants: Wants,
+        paths: Sequence[str],
     ) -> RankManifest:
-        """Reads all of the rank's own manifest: the owner index does not name containers."""
-        manifest = await reader.manifest(self.commit, self.rank)
-        self._refuse(await run_blocking(owners.difference, manifest))
+        """Reads the rank's own manifest, or the pages with what it needs, and with containers.
+
+        Containers are in no owner index, and empty ones are leaves.
+        """
+        needed = await run_blocking(owners.needed_of, self.rank, wants, paths)
+        if needed is None:
+            manifest = await reader.manifest(self.commit, self.rank)
+            self._refuse(await run_blocking(owners.difference, manifest))
+        else:
+            manifest = await reader.entries(self.commit, self.rank, needed, with_containers=True)
+            self._refuse(await run_blocking(owners.contradiction, manifest, needed))
         return manifest
 
     def _refuse(self, contradiction: str | None) -> None:
