@@ -194,10 +194,9 @@ class OwnerIndex:
                 has_part = any(
                     [b is None or wants.has_part(path, b.offsets, b.sizes) for b in places]
                 )
-                is_unwanted = path in wanted and not any(
-                    True for _ in self._with_boxes(path, boxes)
-                )
-                alike[key] = bool(places), has_part or is_unwanted
+                if not has_part and path in wanted:
+                    has_part = next(self._with_boxes(path, boxes), None) is None
+                alike[key] = bool(places), has_part
             is_stored, has_part = alike[key]
             if is_stored:
                 stored.add(path)

@@ -67,6 +67,7 @@ class _WithOwn(Many):
 
     def captured(self, rank: int) -> Captured:
         captured = super().captured(rank)
+        captured.parts.insert(150, ContainerEntry(path="more/empty", type="list"))
         captured.parts.extend(
             [
                 ContainerEntry(path="own/queue", type="list"),
@@ -171,11 +172,13 @@ def test_a_rank_that_wants_boxes_of_others_reads_little_of_its_own(
         "model": StateDict({name: sharded(zeros, rank) for name in names}),
         "own": StateDict(queue=[{}, -1, ()], state={}, sparse=None),
         "extra": StateDict(lr=0.0, step=0, list=[0]),
+        "more": StateDict(empty=[1]),
     }
     report = restore(tmp_path, rank, state)
     assert report.missing == report.unexpected == report.mismatched == ()
     own = state["own"]
     assert (own["queue"], own["state"]) == ([{}, rank, ()], {})
+    assert dict(state["more"]) == {"empty": []}
     assert set(own) == {"queue", "sparse", "state"}
     expected = torch.zeros(4, 4)
     expected[0, 1], expected[3, 2] = 0.5, 0.25
