@@ -357,25 +357,31 @@ def _along(
     local: dict[int, list[Run]] = {}
     group = -(-size // groups)
     step = -(-group // parts)
-    for first, last in wanted:
+    full, left = divmod(size, group)
+    width = -(-left // parts)
+
+    def num_held(at: int) -> int:
+        of_full, of_last = group - at * step, left - at * width
+        return full * max(0, min(step, of_full)) + max(0, min(width, of_last))
+
+    is_whole = wanted == ((0, size),)
+    if is_whole:
+        local = {at: [(0, held)] for at in range(parts) if (held := num_held(at))}
+    for first, last in () if is_whole else wanted:
         for number in range(first // group, -(-last // group)):
             begin, end = number * group, min(size, (number + 1) * group)
             low, high = max(first, begin) - begin, min(last, end) - begin
-            width = -(-(end - begin) // parts)
-            for at in range(low // width, -(-high // width)):
-                start = max(low, at * width) - at * width
-                stop = min(high, (at + 1) * width) - at * width
+            each = -(-(end - begin) // parts)
+            for at in range(low // each, -(-high // each)):
+                start = max(low, at * each) - at * each
+                stop = min(high, (at + 1) * each) - at * each
                 before = number * max(0, min(step, group - at * step))
                 local.setdefault(at, []).append((before + start, before + stop))
     if not rest:
         return [(run,) for run in index_runs(local)]
-    full, left = divmod(size, group)
-    width = -(-left // parts)
     alike: dict[tuple[tuple[Run, ...], ...], list[int]] = {}
     for at, runs in local.items():
-        of_full, of_last = group - at * step, left - at * width
-        held = full * max(0, min(step, of_full)) + max(0, min(width, of_last))
-        alike.setdefault(tuple(_along(held, tuple(rest), tuple(runs))), []).append(at)
+        alike.setdefault(tuple(_along(num_held(at), tuple(rest), tuple(runs))), []).append(at)
     return [
         (run, *more) for found, ats in alike.items() for run in index_runs(ats) for more in found
     ]
