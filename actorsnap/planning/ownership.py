@@ -44,6 +44,9 @@ from actorsnap.planning.packing import (
     written_items,
 )
 
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Offsets and sizes of a shard; None for an entry without."""
+
 # What a reader asks
 
 
@@ -66,6 +69,17 @@ class OwnerIndex:
         self._listed = {listed.path: _Boxes(listed.boxes) for listed in owners.listed}
         self._common = {path: kept.ranks for kept in owners.common for path in kept.paths}
         self._private = {path: kept.ranks for kept in owners.private for path in kept.paths}
+
+        self._irregular = self._listed.keys() | self._common.keys() | self._private.keys()
+        # Equal for tensors that are cut alike, and have no other entries.
+        self._kinds = {
+            path: (shape, id(regions))
+            for path, (shape, regions) in self._placed.items()
+            if path not in self._irregular
+        }
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._placed or path in self._irregular
 
     @property
     def paths(self) -> Iterator[str]:
@@ -185,10 +199,7 @@ class OwnerIndex:
         alike: dict[object, tuple[bool, bool]] = {}
         for path in self.paths:
             boxes = wants.boxes.get(path)
-            key: object = path
-            if path in self._placed and path not in self._listed and path not in self._common:
-                shape, regions = self._placed[path]
-                key = shape, id(regions), boxes
+            key = self._kinds.get(path, path), boxes, path in wanted
             if key not in alike:
                 places = self.places(path, rank)
                 has_part = any(
@@ -205,17 +216,40 @@ class OwnerIndex:
         return frozenset(needed) if 2 * len(needed) <= len(stored | needed) else None
 
     def contradiction(self, manifest: RankManifest, paths: Iterable[str]) -> str | None:
-        """As ``difference``, for the entries under some paths."""
-        found: dict[str, set[Box | None]] = {}
-        for path, box in map(_place_of, manifest.entries):
-            if path:
-                found.setdefault(path, set()).add(box)
+        """As ``difference``, of a manifest with some entries.
+
+        Args:
+            paths: All entries under these are among them.
+        """
+        rank = manifest.rank
+        found: dict[str, tuple[Place, ...]] = {}
+        for entry in manifest.entries:
+            if type(entry) is TensorEntry:
+                offsets = entry.offsets
+                place: Place = None if offsets is None else (offsets, entry.shape)
+            elif type(entry) is ContainerEntry:
+                continue
+            else:
+                place = None
+            before = found.get(entry.path)
+            found[entry.path] = (place,) if before is None else (*before, place)
+        alike: dict[object, frozenset[Place]] = {}
         for path in paths:
-            expected, present = self.places(path, manifest.rank), found.get(path, set())
-            if expected != present:
-                lacking = expected - present
-                box = next(iter(lacking or present - expected))
-                return _contradiction(manifest.rank, path, box, is_lacking=bool(lacking))
+            kind = self._kinds.get(path, path)
+            expected = alike.get(kind)
+            if expected is None:
+                expected = alike[kind] = frozenset(
+                    [None if b is None else (b.offsets, b.sizes) for b in self.places(path, rank)]
+                )
+            present = found.get(path, ())
+            if len(present) != len(expected) or not expected.issuperset(present):
+                lacking = expected.difference(present)
+                at = next(iter(lacking or set(present) - expected), None)
+                box = None if at is None else Box(*at)
+                return _contradiction(rank, path, box, is_lacking=bool(lacking))
+        for path in found.keys() - self._placed.keys() - self._irregular:
+            if "@" not in path:
+                return _contradiction(rank, path, None, is_lacking=False)
         return None
 
     def stored_by(self, rank: int) -> set[tuple[str, Box | None]]:
