@@ -209,6 +209,28 @@ def test_what_no_rank_has_is_compared_nevertheless(tmp_path: Path) -> None:
     assert line.startswith(f"{many.paths[0]}: global shape {many.shape} in the snapshot")
 
 
+def test_a_rank_without_elements_asks_nobody(tmp_path: Path, reads: Reads) -> None:
+    """Rows of 19 ranks are on 13 of them. The others take part, and compare nothing."""
+    many = Many("fsdp", RANKS, 300)
+    many.write(tmp_path)
+    rank = 15
+    names = [path.removeprefix("model/") for path in many.paths]
+    tensors = {name: sharded(torch.zeros(many.shape), rank, 19) for name in names}
+    assert all(not tensor.to_local().numel() for tensor in tensors.values())
+    state = {"model": StateDict(tensors), "extra": StateDict(lr=0.0, step=0, list=[0])}
+    report = restore(tmp_path, rank, state)
+    assert report.missing == report.unexpected == report.mismatched == ()
+    assert all(state["model"][name] is tensors[name] for name in names)
+    assert dict(state["extra"]) == {"list": [rank], "lr": 0.5, "step": 7}
+    assert [each for each in range(RANKS) if reads.of(each)] == [rank]
+    assert sum(reads.of(rank)) < 2 * PREFIX_BYTES
+    tensors[names[0]] = sharded(torch.zeros(0, 8), rank, 19)  # of no rows anywhere
+    with pytest.raises(IncompatibleState) as caught:
+        restore(tmp_path, rank, {"model": StateDict(tensors)})
+    (line,) = caught.value.mismatched
+    assert line.startswith(f"{many.paths[0]}: global shape {many.shape} in the snapshot")
+
+
 @pytest.mark.parametrize("what", ["missing", "cut off", "a flipped bit", "of another rank"])
 def test_a_bad_manifest(tmp_path: Path, what: str) -> None:
     many = Many("fsdp", RANKS, 300)
