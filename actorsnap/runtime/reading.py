@@ -174,7 +174,11 @@ def read_object(
     view = yield from _begin(source, number)
     if number >= view.index.world_size:
         raise UsageError(f"{typed!r}: the snapshot has the ranks 0 to {view.index.world_size - 1}")
-    root = resolve(view.index.entries, path, view.index.held_by_other_ranks)
+    try:
+        root = resolve(view.index.entries, path, view.index.held_by_other_ranks)
+    except UsageError:
+        yield from _check_absent(source, view.begun, path)
+        raise
 
     def find(index: Index) -> KeyRestore:
         return read_one(
@@ -210,6 +214,18 @@ def _begin(source: Source, rank: int) -> Script[_View]:
         return _View(await _complete(opened, begun, wants), begun)
 
     return (yield from source.perform("read", read))
+
+
+def _check_absent(source: Source, begun: PartialIndex | None, path: str) -> Script[None]:
+    """Raises ``FormatError`` if a manifest has a path that the index lacks."""
+    if begun is None:
+        return
+
+    async def look(opened: OpenSource) -> None:
+        run_blocking = opened.errands.run_blocking
+        await begun.check_absent(opened.reader, run_blocking, path, at_once=MAX_SMALL_READS)
+
+    yield from source.perform("read", look, begun.commit.attempt)
 
 
 async def _complete(opened: OpenSource, begun: PartialIndex, wants: Wants) -> Index:
