@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import inspect
 import io
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed.checkpoint
@@ -54,13 +56,17 @@ from actorsnap.state.process_group import Group, global_rank
 from actorsnap.state.restore.allocation import Allocation
 from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.sources import Captured
-from actorsnap.state.stateful import StateDict
 
 _torch: Any = torch.distributed.checkpoint  # its stubs export little
 
 AsyncCheckpointerType = _torch.state_dict_saver.AsyncCheckpointerType
 
+FuncT = TypeVar("FuncT", bound=Callable[..., Any])
+_takes_storage_second: Callable[[FuncT], FuncT] = _torch.utils._api_bc_check
+"""Also accepts the writer or reader as the second argument, with a warning, as DCP does."""
 
+
+@_takes_storage_second
 def save(
     state_dict: dict[str, Any],
     *,
@@ -104,6 +110,7 @@ def save(
     return SavedMetadata(saved.source(), saved.rank)
 
 
+@_takes_storage_second
 def async_save(
     state_dict: dict[str, Any],
     *,
@@ -169,6 +176,7 @@ def async_save(
     return result
 
 
+@_takes_storage_second
 def load(
     state_dict: dict[str, Any],
     *,
@@ -217,12 +225,16 @@ def load(
 def _is_native(storage: Any, kind: type, planner: Any, default: type) -> bool:
     if type(storage) is not kind:
         return False
-    # Options of a planner are seldom used, and torch's function knows all.
     return planner is None or (type(planner) is default and _is_default(planner, default()))
 
 
+_NO_EFFECT = {"dedup_replicated_tensors", "dedup_save_to_lowest_rank", "enable_plan_caching"}
+"""Options of a planner that do not change what is saved."""
+
+
 def _is_default(planner: Any, default: Any) -> bool:
-    names = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
+    # torch's function also knows the options of later versions.
+    names = inspect.signature(type(default)).parameters.keys() - _NO_EFFECT
     return all(getattr(planner, name, None) == getattr(default, name, None) for name in names)
 
 
@@ -273,9 +285,13 @@ def _capture(
     """Captures as DCP does: leaves of one name are equal on all ranks.
 
     Those that are not (states of random generators) are one rank's, never parts of several.
+
+    Raises:
+        UsageError: Two leaves have one name: DCP could not load either.
     """
+    parts = _app_state(state_dict)
     captured = capture(
-        _app_state(state_dict),
+        parts,
         replicated=["**"],
         allow_pickle=allow_pickle,
         ranks=ranks,
@@ -284,46 +300,72 @@ def _capture(
     for leaf in captured.leaves:
         if leaf.item.replicated:
             leaf.item = msgspec.structs.replace(leaf.item, is_whole=True)
+    counts = Counter([name for part in parts.values() for name in part.names])
+    if twice := sorted([name for name, count in counts.items() if count > 1]):
+        raise UsageError(
+            f"{', '.join(map(repr, twice[:10]))}: torch.distributed.checkpoint joins keys by dots, "
+            "and makes them str, so two leaves of the state dict have this name; rename one"
+        )
     return captured
 
 
 class _SavedPart:
-    """A value of a state dict, as a stateful to save."""
+    """A value of a state dict, as a stateful to save.
 
-    def __init__(self, value: Any) -> None:
+    Args:
+        key: In the state dict; None: ``value`` has leaves of its top level.
+
+    Attributes:
+        names: DCP's, of the leaves, after ``state_dict``.
+    """
+
+    def __init__(self, key: str | None, value: Any) -> None:
+        self._key = key
         self._value = value
+        self.names: list[str] = []
 
     def state_dict(self) -> Any:
         value = self._value
-        return _storable(value.state_dict() if isinstance(value, Stateful) else value)
+        self.names = []
+        return self._storable(
+            self._key, value.state_dict() if isinstance(value, Stateful) else value
+        )
+
+    def _storable(self, name: str | None, value: Any) -> Any:
+        """Returns a state dict as DCP names it: with str keys, and plain containers."""
+        prefix = "" if name is None else f"{name}."
+        if isinstance(value, Mapping):
+            found: dict[str, Any] = {}
+            for key, item in value.items():
+                if str(key) in found:
+                    self.names += [f"{prefix}{key}"] * 2
+                found[str(key)] = self._storable(f"{prefix}{key}", item)
+            return found
+        if type(value) is list:
+            return [self._storable(f"{prefix}{n}", item) for n, item in enumerate(value)]
+        self.names.append(str(name))
+        return (BYTES_IO, value.getvalue()) if type(value) is io.BytesIO else value
 
     def load_state_dict(self, state_dict: Any) -> None:
         raise NotImplementedError
 
 
-def _app_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _app_state(state_dict: Mapping[str, Any]) -> dict[str, _SavedPart]:
     """Returns one stateful per key. Tensors and values at the top level share one."""
     if TOP in state_dict:
         raise UsageError(f"the key {TOP!r} of a state dict is reserved; rename it")
-    parts: dict[str, Any] = {}
-    top: dict[str, Any] = {}
+    parts: dict[str, _SavedPart] = {}
+    top: dict[Any, Any] = {}
     for key, value in state_dict.items():
         if isinstance(value, Stateful | Mapping):
-            parts[str(key)] = _SavedPart(value)
+            if str(key) in parts:
+                raise UsageError(f"two keys of the state dict are {str(key)!r} as str; rename one")
+            parts[str(key)] = _SavedPart(str(key), value)
         else:
-            top[str(key)] = value
-    if top:
-        parts[TOP] = StateDict(_storable(top))
+            top[key] = value
+    if top or not parts:
+        parts[TOP] = _SavedPart(None, top)
     return parts
-
-
-def _storable(value: Any) -> Any:
-    """Returns a state dict as DCP names it: with str keys, and plain containers."""
-    if isinstance(value, Mapping):
-        return {str(key): _storable(item) for key, item in value.items()}
-    if type(value) is list:
-        return [_storable(item) for item in value]
-    return (BYTES_IO, value.getvalue()) if type(value) is io.BytesIO else value
 
 
 class SavedMetadata(Metadata):

@@ -78,7 +78,7 @@ class ActorsnapReader(StorageReader):
         self._forget()
 
     def _forget(self) -> None:
-        self._load_id = uuid.uuid4().hex
+        self.load_id = uuid.uuid4().hex
         self._source: Source | None = None
         self._catalog: Catalog | None = None
         self._foreign: FileSystemReader | None = None
@@ -106,7 +106,7 @@ class ActorsnapReader(StorageReader):
         ``CheckpointException``. Until torch 2.11, DCP drops one of ``read_metadata``; later ones
         keep its text.
         """
-        meta = StorageMeta(checkpoint_id=self.path, load_id=self._load_id)
+        meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
         try:
             return self._read_metadata(meta)
         except Exception as error:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -80,7 +82,8 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
     or all fail, and an older snapshot at the path stays valid until the commit. Needs no collective
     of its own. The job's store may be a FileStore.
 
-    Takes the arguments of ``FileSystemWriter`` in its order. Those not listed here have no effect.
+    Takes the arguments of ``FileSystemWriter`` in its order. Those not listed here have no effect,
+    except ``_extensions``: ``ZStandard`` means ``Options.compression``, others are refused.
 
     Args:
         path: A folder or URL; None: DCP's calls pass ``checkpoint_id``.
@@ -115,14 +118,18 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         marker: bool = False,
     ) -> None:
         super().__init__()
-        if _extensions:
-            logger.warning(
-                "_extensions have no effect: actorsnap stores the bytes as they are. "
-                "Options(compression=...) compresses them"
-            )
         if path is not None:
             make_location(path, storage_options)
-        resolve_options(options)
+        if any(type(each) is not ZStandard for each in _extensions or ()):
+            # It may encrypt: without it, plain text would be stored.
+            raise UsageError(
+                "actorsnap cannot pass its data through _extensions "
+                f"({', '.join([type(each).__name__ for each in _extensions])}); it compresses with "
+                "ZStandard, or Options(compression=...)"
+            )
+        resolved = resolve_options(options)
+        if _extensions and resolved.compression is None:
+            options = msgspec.structs.replace(resolved, compression="zstd")
         self.path = path
         self.overwrite = overwrite
         self.storage_options = storage_options
@@ -131,7 +138,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         self.metadata = dict(metadata or {})
         self.process_group = process_group
         self.marker = marker
-        self._save_id = uuid.uuid4().hex
+        self.save_id = uuid.uuid4().hex
         self._rank: int | None = None
         self._uses_collectives = True
 
@@ -144,14 +151,14 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
             self.path = checkpoint_id
-        self._save_id = uuid.uuid4().hex
+        self.save_id = uuid.uuid4().hex
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return can_open(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # DCP passes these if a parameter is named kwargs.
