@@ -30,7 +30,6 @@ from actorsnap.errors import ObjectExists, UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.interop.dcp.catalog import DcpMark, containers_above, stored_path
 from actorsnap.interop.dcp.stager import ActorsnapStager
-from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.runtime import taking
 from actorsnap.runtime.host import Host, Script
@@ -41,8 +40,6 @@ from actorsnap.state.process_group import Group, global_rank, subgroup
 from actorsnap.state.sources import Captured
 from actorsnap.state.tree import join
 from actorsnap.storage.registry import find_opener
-
-logger = Log(__name__)
 
 MARKER = ".metadata"
 MARKER_TEXT = (
