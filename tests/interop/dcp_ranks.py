@@ -6,6 +6,8 @@ import contextlib
 import datetime
 import functools
 import importlib
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +25,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from actorsnap import Options
 from actorsnap.interop import dcp as ours
 from actorsnap.interop.dcp import ActorsnapReader, ActorsnapWriter, installed
+from actorsnap.storage.base import Storage
 from actorsnap.sync import Snapshot
+from actorsnap.testing.faults import FaultyStorage
+from tests.api.faults import faulty, faulty_url
 from tests.ranks.models import STATES, step
 from tests.worlds import LIMIT_S, Rank, World
 
-__all__ = ["direct"]
+__all__ = ["direct", "direct_dies"]
 
 dcp: Any = dist.checkpoint  # its stubs export little
 
@@ -346,6 +351,56 @@ class Failing(ActorsnapWriter):
         super().finish(*args, **kwargs)
 
 
+class FailingPlanner(DefaultSavePlanner):
+    """Fails in one method on one rank, or kills it there."""
+
+    def __init__(self, hook: str, me: Rank, rank: int) -> None:
+        super().__init__()
+        self._hook = hook if rank == me.rank else ""
+
+    def _fail(self, hook: str) -> None:
+        if hook == self._hook:
+            raise ValueError(f"injected into {hook}")
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self._fail("set_up_planner")
+        super().set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> Any:
+        self._fail("create_local_plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        self._fail("create_global_plan")
+        return super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        self._fail("finish_plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, item: Any) -> Any:
+        if self._hook == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().resolve_data(item)
+
+
+class FailingState:
+    """A stateful that fails or is killed when it is saved."""
+
+    def __init__(self, hook: str, me: Rank, rank: int) -> None:
+        self._hook = hook if rank == me.rank else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._hook == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._hook:
+            raise ValueError("injected into state_dict")
+        return {"v": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
 class FailingReader(ActorsnapReader):
     def __init__(self, path: str, hook: str, me: Rank, rank: int) -> None:
         super().__init__(path, options=OPTIONS)
@@ -393,6 +448,78 @@ def fault(me: Rank, path: str, folder: str, hook: str, rank: int) -> Any:
     return said
 
 
+PLANNER = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan")
+
+
+def fails(me: Rank, path: str, folder: str, way: str, hook: str, rank: int) -> Any:
+    """A planner, the state or the storage fails on a rank. The older snapshot stays whole."""
+    ours.save(_fault_state(me, 1), checkpoint_id=path)
+    dist.barrier()
+    state = _fault_state(me, 2)
+    where, planner = path, None
+    if hook in PLANNER:
+        planner = FailingPlanner(hook, me, rank)
+    elif hook == "state_dict":
+        state["failing"] = FailingState(hook, me, rank)
+    else:
+        where = faulty_url(path)
+
+    def wrap(inner: Storage) -> Storage:
+        return FaultyStorage(inner, fail_at=1 if rank == me.rank else None, fail_verbs=[hook])
+
+    writer = ActorsnapWriter(where, options=OPTIONS)
+    said: dict[str, Any] = {}
+    with faulty(wrap):
+        try:
+            if way == "async":
+                ours.async_save(state, storage_writer=writer, planner=planner).result()
+            else:
+                save = dcp.save if way == "torch" else ours.save
+                save(state, storage_writer=writer, planner=planner)
+        except CheckpointException as error:
+            found = error.failures
+            said["failed"] = sorted(found)
+            said["errors"] = {str(r): str(e[0]) for r, e in found.items()}
+    dist.barrier()
+    loaded = _fault_state(me, -1)
+    ours.load(loaded, checkpoint_id=path)
+    numbers = {loaded["a"]["n"], *loaded["a"]["w"].tolist(), *loaded["x"].full_tensor().tolist()}
+    said["numbers"] = sorted(numbers)
+    dist.barrier()
+    ours.save(_fault_state(me, 3), checkpoint_id=path)
+    dist.barrier()
+    said["folders"] = len([each for each in Path(path).iterdir() if each.is_dir()])
+    return said
+
+
+def dies(me: Rank, path: str, folder: str, way: str) -> Any:
+    """Rank 1 is killed while it saves; the other rank's call ends."""
+    join(me, folder, "tcp")
+    ours.save(_fault_state(me, 1), checkpoint_id=path)
+    state = _fault_state(me, 2)
+    planner = None
+    if way == "torch":
+        planner = FailingPlanner("killed", me, 1)
+    else:
+        state["failing"] = FailingState("killed", me, 1)
+    try:
+        ours.save(state, storage_writer=ActorsnapWriter(path, options=OPTIONS), planner=planner)
+    except CheckpointException as error:
+        return {str(r): type(e[0]).__name__ for r, e in error.failures.items()}
+    except RuntimeError as error:
+        return {"gloo": type(error).__name__}
+    return None
+
+
+def direct_dies(**arguments: Any) -> Any:
+    world = World(2, dies, **arguments)
+    try:
+        assert world.ranks[1].dies()
+        return world.ranks[0].result()
+    finally:
+        world.end()
+
+
 def read_fault(me: Rank, path: str, folder: str, hook: str, rank: int) -> Any:
     if hook != "no_snapshot":
         dcp.save(_fault_state(me, 1), storage_writer=ActorsnapWriter(path))
@@ -410,7 +537,7 @@ CASES: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         *(train, load, groups, alone, cached, reshard, fault, read_fault),
-        *(native, asynchronous, mixed),
+        *(native, asynchronous, mixed, fails),
     )
 }
 

@@ -452,7 +452,8 @@ def test_the_package_has_the_names_of_torchs(tmp_path: Path) -> None:
 
 def test_an_empty_state_dict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for save in (dcp.save, ours.save):
-        for state in ({}, {"c": {}}):
+        states: list[dict[str, Any]] = [{}, {"c": {}}]
+        for state in states:
             save(state, storage_writer=ActorsnapWriter(tmp_path / "s"))
             for load in (dcp.load, ours.load):
                 load(state, storage_reader=ActorsnapReader(tmp_path / "s"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,47 @@ def test_a_rank_that_fails_leaves_a_whole_snapshot(
         assert "injected" in said["errors"][str(rank)]
         assert said["numbers"] == left
         assert said["folders"] == 1  # nothing is left of the failed save
+
+
+@pytest.mark.parametrize(
+    ("way", "hook", "rank"),
+    [
+        ("torch", "set_up_planner", 1),
+        slow("torch", "create_local_plan", 1),
+        ("torch", "create_global_plan", 0),
+        ("torch", "finish_plan", 1),
+        slow("torch", "finish_plan", 0),
+        ("torch", "write_at", 1),
+        ("torch", "put", 0),
+        ("ours", "finish_plan", 1),
+        ("ours", "state_dict", 1),
+        ("ours", "state_dict", 0),
+        ("ours", "write_at", 1),
+        slow("ours", "put", 0),
+        ("async", "state_dict", 1),
+        ("async", "write_at", 1),
+        slow("async", "finish_plan", 1),
+    ],
+)
+def test_a_failure_of_planner_state_or_storage(
+    ranks: Ranks, way: str, hook: str, rank: int
+) -> None:
+    for said in ranks(2, "fails", way=way, hook=hook, rank=rank):
+        assert rank in said["failed"]
+        assert re.search("injected|a scripted fault", said["errors"][str(rank)])
+        assert said["numbers"] == OLD
+        assert said["folders"] == 1
+
+
+@pytest.mark.parametrize("way", ["torch", "ours"])
+def test_a_killed_rank(director: Director, ranks: Ranks, tmp_path: Path, way: str) -> None:
+    said = director.play("direct_dies", path=ranks.path, folder=str(tmp_path), way=way)
+    # Through torch's function, DCP's own collective fails first.
+    assert said == ({"1": "SnapshotAborted"} if way == "ours" else {"gloo": "RuntimeError"})
+    snapshot = Snapshot(ranks.path)
+    assert snapshot.verify("full").ok
+    assert snapshot.read_object("a/n") == 1
+    assert ranks(2, "fails", way="ours", hook="state_dict", rank=0)[0]["folders"] == 1
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import find_team
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.capture import capture
-from actorsnap.state.process_group import Group, global_rank
+from actorsnap.state.process_group import Group, is_initialized
 from actorsnap.state.restore.allocation import Allocation
 from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.sources import Captured
@@ -103,7 +103,7 @@ def save(
         return metadata
     writer.reset(checkpoint_id)
     call = _take_call(writer, state_dict, process_group, no_dist=no_dist)
-    with _raising_as_dcp("save"), telling_overwrite(writer.overwrite):
+    with _raising_as_dcp("save", call.group), telling_overwrite(writer.overwrite):
         saved = drive_sync(taking.take(call, is_async=False))
     if writer.marker and saved.rank == 0:
         drive_sync(writer.mark())
@@ -155,7 +155,7 @@ def async_save(
     if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
         options = msgspec.structs.replace(resolve_options(call.options), offload="process")
         call = replace(call, options=options)
-    with _raising_as_dcp("save"), telling_overwrite(writer.overwrite):
+    with _raising_as_dcp("save", call.group), telling_overwrite(writer.overwrite):
         saving = drive_sync(taking.take(call, is_async=True))
     result: concurrent.futures.Future[Metadata] = concurrent.futures.Future()
 
@@ -212,14 +212,20 @@ def load(
             no_dist=no_dist,
         )
         return
-    group = Group.of_one() if no_dist else process_group
-    with _raising_as_dcp("load"):
+    group = _group(process_group, no_dist=no_dist)
+    with _raising_as_dcp("load", group):
         loaded = drive_sync(_load(reader.source(), state_dict, group, reader.rank))
     for key in sorted(state_dict):
         if isinstance(state_dict[key], Stateful):
             state_dict[key].load_state_dict(loaded[key])
         else:
             state_dict[key] = loaded[key]
+
+
+def _group(process_group: Any, *, no_dist: bool) -> Any:
+    """Returns the ``group`` of ``Snapshot.take``: this rank alone where DCP means that."""
+    is_alone = no_dist or not is_initialized()
+    return Group.of_one() if is_alone else process_group
 
 
 def _is_native(storage: Any, kind: type, planner: Any, default: type) -> bool:
@@ -239,17 +245,19 @@ def _is_default(planner: Any, default: Any) -> bool:
 
 
 @contextlib.contextmanager
-def _raising_as_dcp(step: str) -> Iterator[None]:
+def _raising_as_dcp(step: str, group: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _as_dcp(step, error, global_rank()) from error
+        rank = 0 if isinstance(group, Group) else torch.distributed.get_rank(group)
+        raise _as_dcp(step, error, rank) from error
 
 
 def _as_dcp(step: str, error: BaseException, rank: int) -> CheckpointException:
-    """Returns what callers of DCP catch."""
+    """Returns what callers of DCP catch: with the rank that failed, if ``error`` names it."""
     stack = traceback.extract_tb(error.__traceback__)
-    failure = CheckpointException(step, {rank: (error, stack)})
+    failed = getattr(error, "rank", None)
+    failure = CheckpointException(step, {rank if failed is None else failed: (error, stack)})
     failure.__cause__ = error
     return failure
 
@@ -274,7 +282,7 @@ def _take_call(
         metadata=writer.metadata | DcpMark().metadata(),
         storage_options=writer.storage_options,
         options=writer.options,
-        group=Group.of_one() if no_dist else process_group,
+        group=_group(process_group, no_dist=no_dist),
         store=None,
     )
 

@@ -36,7 +36,7 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, make_location, open_location, resolve_options
 from actorsnap.runtime.script import drive_sync
 from actorsnap.state.capture import HeldLeaf, capture_leaves
-from actorsnap.state.process_group import Group, global_rank, subgroup
+from actorsnap.state.process_group import Group, global_rank, is_initialized, subgroup
 from actorsnap.state.sources import Captured
 from actorsnap.state.tree import join
 from actorsnap.storage.registry import find_opener
@@ -234,6 +234,8 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
 
     def _group(self, ticket: Ticket) -> Any:
         """Returns the ``group`` of ``Snapshot.take``."""
+        if not is_initialized():
+            return Group.of_one()
         if not self._uses_collectives:
             # Every rank planned alone, so tickets know one rank.
             return self.process_group
