@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from actorsnap import Options
 from actorsnap.interop import dcp as ours
 from actorsnap.interop.dcp import ActorsnapReader, ActorsnapWriter, installed
+from actorsnap.runtime import partial_index
 from actorsnap.storage.base import Storage
 from actorsnap.sync import Snapshot
 from actorsnap.testing.faults import FaultyStorage
@@ -242,6 +243,66 @@ def native(me: Rank, path: str, folder: str, kind: str) -> Any:
     if me.rank == 0:
         torch.save(before, Path(folder) / "before.pt")
     return counted.calls
+
+
+_WIDE = {f"layer{n}": torch.arange(40.0 * 6).reshape(40, 6) + 1000 * n for n in range(7)}
+_WIDE["narrow"] = torch.arange(15.0).reshape(3, 5)  # some ranks have none of it
+
+
+def _wide(layouts: list[tuple[Any, Any]], scale: float = 1.0) -> dict[str, Any]:
+    model = {
+        name: distribute_tensor(value * scale, *layouts[number % len(layouts)])
+        for number, (name, value) in enumerate(_WIDE.items())
+    }
+    plain = {"x": torch.arange(9.0) * scale, "lr": 0.1 * scale, "hyper": {"betas": (0.9, scale)}}
+    return {"model": model, "plain": plain, "step": 7 * scale, "top": torch.ones(4) * scale}
+
+
+def many_save(me: Rank, path: str, folder: str) -> Any:
+    """A number of ranks at which a snapshot is read by its owner index."""
+    flat = init_device_mesh("cpu", (me.world,))
+    square = init_device_mesh("cpu", (2, me.world // 2))
+    layouts: list[tuple[Any, Any]] = [
+        (flat, [Shard(0)]),
+        (square, [Replicate(), Shard(0)]),
+        (square, [Shard(1), Shard(0)]),
+        (flat, [Replicate()]),
+    ]
+    state = _wide(layouts)
+    # Some leaves are in the state of one rank only.
+    state[f"of{me.rank}"] = {"rank": me.rank, "x": torch.full((3,), float(me.rank))}
+    ours.save(state, checkpoint_id=f"{path}-ours")
+    dcp.save(state, storage_writer=ActorsnapWriter(f"{path}-torch"))
+    dcp.save(state, storage_writer=ActorsnapWriter(f"{path}-alone"), use_collectives=False)
+    return True
+
+
+def many_load(me: Rank, path: str, folder: str, saved_by: int, few: int | None = None) -> Any:
+    if few is not None:
+        partial_index.FEW_RANKS = few
+    flat = init_device_mesh("cpu", (me.world,))
+    layouts: list[tuple[Any, Any]] = [(flat, [Shard(1)]), (flat, [Shard(0)])]
+    begun = []
+    begin = partial_index.PartialIndex.begin
+
+    def counted(*args: Any) -> Any:
+        begun.append(args)
+        return begin(*args)
+
+    setattr(partial_index.PartialIndex, "begin", counted)  # noqa: B010
+    expected = plain(_wide(layouts))
+    for where in ("ours", "torch", "alone"):
+        for load in (ours.load, dcp.load):
+            state = _wide(layouts, 0.0)
+            others = range(saved_by) if where != "alone" else [me.rank]
+            state |= {f"of{n}": {"rank": -1, "x": torch.zeros(3)} for n in others}
+            load(state, storage_reader=ActorsnapReader(f"{path}-{where}"))
+            for n in others:
+                of = state.pop(f"of{n}")
+                assert of["rank"] == n
+                assert of["x"].tolist() == [n] * 3
+            assert same(plain(state), expected), (where, load)
+    return len(begun)
 
 
 class Counted:
@@ -537,7 +598,7 @@ CASES: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         *(train, load, groups, alone, cached, reshard, fault, read_fault),
-        *(native, asynchronous, mixed, fails),
+        *(native, asynchronous, mixed, fails, many_save, many_load),
     )
 }
 

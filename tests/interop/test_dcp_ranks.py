@@ -96,6 +96,19 @@ def test_calls_without_collectives(ranks: Ranks, num_ranks: int, kind: str, stor
     ranks(3, "load", kind="ddp" if kind == "ddp" else "fsdp2")
 
 
+@pytest.mark.parametrize(("num_ranks", "few"), [(4, 1), slow(18, None)])
+def test_many_ranks_are_read_by_the_owner_index(
+    ranks: Ranks, num_ranks: int, few: int | None
+) -> None:
+    ranks(num_ranks, "many_save")
+    for begun in ranks(2, "many_load", saved_by=num_ranks, few=few):
+        assert begun == 6
+    for where in ("ours", "torch", "alone"):
+        snapshot = Snapshot(f"{ranks.path}-{where}")
+        assert snapshot.verify("full").ok
+        assert snapshot.read_object("model/layer3")[1].tolist() == [3006.0 + n for n in range(6)]
+
+
 @pytest.mark.parametrize("how", ["THREAD", slow("PROCESS")])
 def test_torchs_async_save(ranks: Ranks, how: str) -> None:
     assert ranks(2, "asynchronous", how=how) == [True] * 2
