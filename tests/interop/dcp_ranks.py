@@ -603,7 +603,16 @@ CASES: dict[str, Callable[..., Any]] = {
 }
 
 
-def case(me: Rank, name: str, path: str, folder: str, store: str, **arguments: Any) -> Any:
+def case(
+    me: Rank,
+    name: str,
+    path: str,
+    folder: str,
+    store: str,
+    env: dict[str, str] | None = None,
+    **arguments: Any,
+) -> Any:
+    os.environ |= env or {}
     join(me, folder, store)
     said = CASES[name](me, path, folder, **arguments)
     dist.barrier()
