@@ -78,7 +78,7 @@ def test_overwriting_and_failing(store: Store, store_proxy: FaultProxy, save: An
         )
     assert isinstance(caught.value.failures[0][0], ObjectExists)
     kept = keys_of(store, bucket)
-    proxied = store.storage_options(store_proxy)
+    proxied = store.storage_options(store_proxy) | {"max_attempts": 2}
     refusal = store_proxy.fault(Answer(status=403), **requests_of(store).commit)
     with refusal as rule, pytest.raises(CheckpointException) as caught:
         save(_state(3), storage_writer=ActorsnapWriter(url, storage_options=proxied))

@@ -506,6 +506,28 @@ def test_a_planner_with_other_options_is_torchs(
         ours.load(state, checkpoint_id=tmp_path / "s", planner=strict(allow_unsafe_types=False))
 
 
+def test_without_a_process_group_a_call_is_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in DCP: also under torchrun, whose ranks ``Snapshot.take`` would wait for."""
+    address = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
+    options = Options(timeout_s=2)
+    ways: list[dict[str, Any]] = [{}, {"use_collectives": False}]
+    for save in (dcp.save, ours.save):
+        for more in ways:
+            path = tmp_path / f"{save.__module__}-{len(more)}"
+            save({"a": 5}, storage_writer=ActorsnapWriter(path, options=options), **more)
+            for load in (dcp.load, ours.load):
+                back = {"a": 0}
+                load(back, storage_reader=ActorsnapReader(path, options=options, rank=0))
+                assert back == {"a": 5}
+    future = ours.async_save({"a": 6}, storage_writer=ActorsnapWriter(path, options=options))
+    future.result()
+    assert Snapshot(path).read_object("dcp/a") == 6
+
+
 def test_ids_of_saves_and_loads(tmp_path: Path) -> None:
     writer, reader = ActorsnapWriter(tmp_path / "s"), ActorsnapReader(tmp_path / "s")
     metadata = dcp.save({"a": 1}, storage_writer=writer)
