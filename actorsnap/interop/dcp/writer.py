@@ -58,8 +58,8 @@ BYTES_IO = "actorsnap.BytesIO"
 class Ticket:
     """A rank's place in a save; sent to it by the coordinator, in its plan.
 
-    DCP's planners may return a cached plan, with the ticket of an earlier save, on some ranks or on
-    all. So a new nonce is given only if all ranks get new plans.
+    A planner with a cache may return the plan of an earlier save, with its ticket. So places stay
+    the same, but the nonce is the one of the ticket that came last.
 
     Attributes:
         ranks: Global ranks, in the order of the plans.
@@ -70,6 +70,24 @@ class Ticket:
     rank: int
     ranks: tuple[int, ...]
     nonce: str
+
+    def __reduce__(self) -> Any:
+        return _receive, (self.rank, self.ranks, self.nonce)
+
+    def __deepcopy__(self, memo: Any) -> Ticket:
+        return self
+
+    def latest_nonce(self) -> str:
+        return _received.get(self.ranks, self.nonce)
+
+
+def _receive(rank: int, ranks: tuple[int, ...], nonce: str) -> Ticket:
+    _received[ranks] = nonce
+    return Ticket(rank, ranks, nonce)
+
+
+_received: dict[tuple[int, ...], str] = {}
+"""The nonce of the ticket that came last, by its ranks."""
 
 
 class ActorsnapWriter(ActorsnapStager, StorageWriter):
@@ -166,11 +184,10 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         return replace(plan, storage_data=global_rank())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        ranks = _ranks_of(plans)
-        if ranks not in _nonces or all(plan.usable for plan in plans):
-            _nonces[ranks] = uuid.uuid4().hex
+        ranks, nonce = _ranks_of(plans), uuid.uuid4().hex
+        _received[ranks] = nonce
         return [
-            replace(plan, storage_data=Ticket(rank, ranks, _nonces[ranks]))
+            replace(plan, storage_data=Ticket(rank, ranks, nonce))
             for rank, plan in enumerate(plans)
         ]
 
@@ -206,7 +223,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
             ),
             # A rank may fail between the plan and this call.
             joins_promptly=True,
-            nonce=ticket.nonce if self._uses_collectives else "",
+            nonce=ticket.latest_nonce() if self._uses_collectives else "",
         )
         with telling_overwrite(self.overwrite):
             drive_sync(_saved(call, in_process=options.offload == "process"))
@@ -277,8 +294,8 @@ def can_open(checkpoint_id: Any) -> bool:
     return True
 
 
-_nonces: dict[tuple[int, ...], str] = {}
-"""The latest nonce by the ranks of saves that this process coordinated, the latest last."""
+_coordinated: dict[tuple[int, ...], None] = {}
+"""The ranks of saves that this process coordinated, the latest last."""
 
 
 def _ranks_of(plans: Sequence[SavePlan]) -> tuple[int, ...]:
@@ -291,7 +308,7 @@ def _ranks_of(plans: Sequence[SavePlan]) -> tuple[int, ...]:
         return (global_rank(),)
     found = tuple([rank for rank in told if rank is not None])
     if len(found) < len(plans):
-        for known in reversed(_nonces):
+        for known in reversed(_coordinated):
             if len(known) == len(told) and all(
                 mine in (None, theirs) for mine, theirs in zip(told, known, strict=True)
             ):
@@ -304,8 +321,8 @@ def _ranks_of(plans: Sequence[SavePlan]) -> tuple[int, ...]:
                     "are unknown: keep it (dataclasses.replace), or save with all ranks"
                 )
             found = tuple(range(len(plans)))
-    if found in _nonces:
-        _nonces[found] = _nonces.pop(found)
+    _coordinated.pop(found, None)
+    _coordinated[found] = None
     return found
 
 
