@@ -509,6 +509,22 @@ def fault(me: Rank, path: str, folder: str, hook: str, rank: int) -> Any:
     return said
 
 
+def cached_fault(me: Rank, path: str, folder: str) -> Any:
+    """A rank fails before ``write_data``, between saves with cached plans."""
+    said = []
+    for number in range(5):
+        planner = FailingPlanner("finish_plan" if number == 2 else "", me, 1)
+        planner._enable_plan_caching = True
+        writer = ActorsnapWriter(path, options=OPTIONS)
+        with contextlib.suppress(CheckpointException):
+            dcp.save(_fault_state(me, number), storage_writer=writer, planner=planner)
+        loaded = _fault_state(me, -1)
+        dcp.load(loaded, storage_reader=ActorsnapReader(path))
+        said.append(loaded["a"]["n"])
+        dist.barrier()
+    return said
+
+
 PLANNER = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan")
 
 
@@ -598,7 +614,7 @@ CASES: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         *(train, load, groups, alone, cached, reshard, fault, read_fault),
-        *(native, asynchronous, mixed, fails, many_save, many_load),
+        *(native, asynchronous, mixed, fails, many_save, many_load, cached_fault),
     )
 }
 

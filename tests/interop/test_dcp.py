@@ -528,13 +528,22 @@ def test_without_a_process_group_a_call_is_of_one_process(
     assert Snapshot(path).read_object("dcp/a") == 6
 
 
-def test_ids_of_saves_and_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["torch", "ours", "async"])
+def test_ids_of_saves_and_loads(tmp_path: Path, how: str) -> None:
+    """As ``FileSystemWriter`` and ``FileSystemReader`` have them."""
     writer, reader = ActorsnapWriter(tmp_path / "s"), ActorsnapReader(tmp_path / "s")
-    metadata = dcp.save({"a": 1}, storage_writer=writer)
-    assert metadata.storage_meta.save_id == writer.save_id
-    meta = reader.read_metadata().storage_meta
-    assert meta is not None
-    assert meta.load_id == reader.load_id
+    if how == "async":
+        metadata = ours.async_save({"a": 1}, storage_writer=writer).result()
+    else:
+        metadata = (dcp if how == "torch" else ours).save({"a": 1}, storage_writer=writer)
+    found = reader.read_metadata().storage_meta
+    assert found is not None
+    assert found.load_id == reader.load_id
+    for each in (metadata, pickle.loads(pickle.dumps(metadata))):
+        assert each.storage_meta.save_id == found.save_id
+        assert str(each.storage_meta.checkpoint_id) == str(tmp_path / "s")
+    if how != "async":
+        assert writer.save_id == found.save_id
 
 
 def test_a_marker_without_a_snapshot(tmp_path: Path) -> None:

@@ -177,6 +177,10 @@ def test_a_failure_of_planner_state_or_storage(
         assert said["folders"] == 1
 
 
+def test_cached_plans_after_a_failure(ranks: Ranks) -> None:
+    assert ranks(2, "cached_fault") == [[0, 1, 1, 3, 4]] * 2
+
+
 @pytest.mark.parametrize("way", ["torch", "ours"])
 def test_a_killed_rank(director: Director, ranks: Ranks, tmp_path: Path, way: str) -> None:
     said = director.play("direct_dies", path=ranks.path, folder=str(tmp_path), way=way)

@@ -25,7 +25,7 @@ import msgspec
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 
 from actorsnap.errors import UsageError
@@ -107,7 +107,8 @@ def save(
         saved = drive_sync(taking.take(call, is_async=False))
     if writer.marker and saved.rank == 0:
         drive_sync(writer.mark())
-    return SavedMetadata(saved.source(), saved.rank)
+    writer.save_id = saved.attempt
+    return SavedMetadata(saved.source(), saved.rank, writer.storage_meta())
 
 
 @_takes_storage_second
@@ -162,7 +163,8 @@ def async_save(
     def settle(finished: concurrent.futures.Future[None]) -> None:
         error = finished.exception()
         if error is None:
-            result.set_result(SavedMetadata(saving.source(), saving.rank))
+            meta = StorageMeta(checkpoint_id=call.path, save_id=saving.attempt)
+            result.set_result(SavedMetadata(saving.source(), saving.rank, meta))
         else:
             result.set_exception(_as_dcp("save", error, saving.rank))
 
@@ -379,17 +381,19 @@ def _app_state(state_dict: Mapping[str, Any]) -> dict[str, _SavedPart]:
 class SavedMetadata(Metadata):
     """The metadata of a saved snapshot, read from it on first use."""
 
-    def __init__(self, source: Source, rank: int) -> None:
+    def __init__(self, source: Source, rank: int, storage_meta: StorageMeta | None) -> None:
+        self.storage_meta = storage_meta
         object.__setattr__(self, "_origin", (source, rank))
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("state_dict_metadata", "planner_data") and name not in vars(self):
             source, rank = vars(self)["_origin"]
-            vars(self).update(vars(drive_sync(load_catalog(source, rank)).metadata()))
+            catalog = drive_sync(load_catalog(source, rank))
+            vars(self).update(vars(catalog.metadata(self.storage_meta)))
         return object.__getattribute__(self, name)
 
     def __reduce__(self) -> Any:
-        return Metadata, (self.state_dict_metadata, self.planner_data)
+        return Metadata, (self.state_dict_metadata, self.planner_data, None, self.storage_meta)
 
 
 # Loading

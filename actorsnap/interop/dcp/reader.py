@@ -123,6 +123,7 @@ class ActorsnapReader(StorageReader):
             if self._foreign is None:
                 raise
             return self._foreign.read_metadata()
+        meta.save_id = self._catalog.index.attempt
         return self._catalog.metadata(meta)
 
     def source(self) -> Source:

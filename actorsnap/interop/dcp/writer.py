@@ -109,6 +109,9 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
             ranks; None: the default group.
         marker: After the commit, write a file ``.metadata``, for programs that look for it.
 
+    Attributes:
+        save_id: After a save, the snapshot's attempt.
+
     Raises:
         UsageError: A bad argument.
     """
@@ -226,7 +229,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
             nonce=ticket.latest_nonce() if self._uses_collectives else "",
         )
         with telling_overwrite(self.overwrite):
-            drive_sync(_saved(call, in_process=options.offload == "process"))
+            self.save_id = drive_sync(_saved(call, in_process=options.offload == "process"))
         results = [
             WriteResult(item.index, sizes.get(item.index, 0), str(self.path)) for item in plan.items
         ]
@@ -271,10 +274,12 @@ def telling_overwrite(overwrite: bool) -> Iterator[None]:
         raise
 
 
-def _saved(call: taking.TakeCall, *, in_process: bool) -> Script[None]:
+def _saved(call: taking.TakeCall, *, in_process: bool) -> Script[str]:
+    """Returns the attempt."""
     save = yield from taking.take(call, is_async=in_process)
     if in_process:  # only asynchronous saves are offloaded
         yield from taking.await_pending(save, save.finished)
+    return save.attempt
 
 
 async def write_marker(host: Host, location: Location) -> None:
