@@ -71,6 +71,8 @@ class Ticket:
     ranks: tuple[int, ...]
     nonce: str
 
+    # DCP hands a plan, and its ticket, to the planner, which may drop both for an older one. So the
+    # nonce is noted where the ticket arrives.
     def __reduce__(self) -> Any:
         return _receive, (self.rank, self.ranks, self.nonce)
 
