@@ -235,7 +235,7 @@ class _Globs:
 
     def warn_unmatched(self) -> None:
         for glob in self.patterns:
-            if glob not in self._matched:
+            if glob not in self._matched and glob != "**":  # an app state may have no leaves
                 _log.warning("replicated=%r matches no leaf of the app state", glob)
 
 

@@ -79,7 +79,7 @@ class ActorsnapReader(StorageReader):
         self._forget()
 
     def _forget(self) -> None:
-        self._load_id = uuid.uuid4().hex
+        self.load_id = uuid.uuid4().hex
         self._source: Source | None = None
         self._catalog: Catalog | None = None
         self._foreign: FileSystemReader | None = None
@@ -107,7 +107,7 @@ class ActorsnapReader(StorageReader):
         ``CheckpointException``. Until torch 2.11, DCP drops one of ``read_metadata``; later ones
         keep its text.
         """
-        meta = StorageMeta(checkpoint_id=self.path, load_id=self._load_id)
+        meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
         try:
             return self._read_metadata(meta)
         except Exception as error:
@@ -124,6 +124,7 @@ class ActorsnapReader(StorageReader):
             if self._foreign is None:
                 raise
             return self._foreign.read_metadata()
+        meta.save_id = self._catalog.index.attempt
         return self._catalog.metadata(meta)
 
     def source(self) -> Source:
