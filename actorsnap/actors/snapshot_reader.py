@@ -15,23 +15,17 @@ from actorsnap.errors import (
     SnapshotReplaced,
     StorageError,
 )
-from actorsnap.format.checksum import crc32c
 from actorsnap.format.foreign import attempts_in, recognize, recognize_file
 from actorsnap.format.layout import manifest_key, manifest_prefix
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     COMMIT_KEYS,
     Commit,
-    ManifestRecord,
     RankManifest,
     decode_commit,
 )
 from actorsnap.format.owners import Owners, decode_owners, owners_key
-from actorsnap.format.tables import (
-    decode_lone_rank_manifest,
-    decode_rank_manifest,
-    world_size_of,
-)
+from actorsnap.format.tables import decode_rank_manifest, world_size_of
 from actorsnap.log import Log
 from actorsnap.storage.base import RunBlocking, Storage, for_each
 
@@ -200,19 +194,7 @@ class SnapshotReader:
         def decode(data: bytes, key: str) -> RankManifest:
             return decode_rank_manifest(data, key, record, wants)
 
-        return await self._read_manifest(manifest_key(commit.attempt, rank), decode)
-
-    async def recorded_manifest(
-        self, commit: Commit, rank: int
-    ) -> tuple[RankManifest, ManifestRecord]:
-        """Reads a rank manifest and its size and checksum; raises as ``manifest``."""
-        key, record = manifest_key(commit.attempt, rank), commit.record(rank)
-
-        def decode(data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
-            found = record or ManifestRecord(key=key, size=len(data), crc32c=crc32c(data))
-            return decode_rank_manifest(data, key, record), found
-
-        return await self._read_manifest(key, decode)
+        return await self.use_manifest(manifest_key(commit.attempt, rank), decode)
 
     async def owners(self, commit: Commit) -> tuple[Owners, bytes] | None:
         """Reads the owner index, and its bytes; None if the snapshot has none.
@@ -234,14 +216,28 @@ class SnapshotReader:
         with missing_is_damage(key, "owner index"):
             return await read_intact(self.storage, read)
 
-    async def lone_manifest(self, key: str) -> tuple[RankManifest, ManifestRecord]:
-        """Reads a rank manifest without a commit object; raises as ``manifest``."""
-        return await self._read_manifest(key, decode_lone_rank_manifest)
+    async def use_manifest(
+        self,
+        key: str,
+        use: Callable[[bytes, str], T],
+        wait: Callable[[], Awaitable[object]] | None = None,
+    ) -> T:
+        """Reads a rank manifest; returns what ``use`` makes of its bytes, on a worker thread.
 
-    async def _read_manifest(self, key: str, decode: Callable[[bytes, str], T]) -> T:
+        Over a network, a ``ChecksumMismatch`` of ``use`` leads to a second read and call.
+
+        Args:
+            wait: Awaited between the read and the call.
+
+        Raises:
+            ChecksumMismatch: The manifest is missing.
+        """
+
         async def read() -> T:
             data = await self.storage.get(key)
-            return await self.run_blocking(decode, data, key)
+            if wait is not None:
+                await wait()
+            return await self.run_blocking(use, data, key)
 
         with missing_is_damage(key, "rank manifest"):
             return await read_intact(self.storage, read)

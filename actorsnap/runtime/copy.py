@@ -241,10 +241,7 @@ class _Copy:
         commit = await reader.commit()
         survey, records = Survey(), list[ManifestRecord]()
 
-        async def read(rank: int) -> tuple[RankManifest, ManifestRecord]:
-            return await reader.recorded_manifest(commit, rank)
-
-        self._stream = ManifestStream(range(commit.world_size), read, self._host.run_blocking)
+        self._stream = ManifestStream(reader, commit.attempt, commit, range(commit.world_size))
         await self._stream.each(survey.add, on_record=records.append)
         for error in survey.contradictions:
             raise error

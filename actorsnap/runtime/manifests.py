@@ -8,28 +8,37 @@ from typing import TypeVar
 
 import anyio
 
-from actorsnap.format.manifest import ManifestRecord, RankManifest
+from actorsnap.actors.snapshot_reader import SnapshotReader
+from actorsnap.errors import FormatError
+from actorsnap.format.checksum import crc32c
+from actorsnap.format.layout import manifest_key
+from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
+from actorsnap.format.tables import decode_lone_rank_manifest, decode_rank_manifest
 from actorsnap.planning.survey import BATCH_BYTES, memory_of
 from actorsnap.runtime.source import MAX_SMALL_READS
-from actorsnap.storage.base import RunBlocking, for_each
+from actorsnap.storage.base import for_each
 
 T = TypeVar("T")
-R = TypeVar("R")
 
 
 @dataclass(eq=False, repr=False)
 class ManifestStream:
     """The manifests of some ranks, to be looked at several times.
 
-    They are kept if all of them are small, else read again.
+    They are kept if all of them are small, else read again. Several are read at once, but one job
+    decodes, shows and drops a manifest, one at a time: its memory stays in a core's cache.
 
     Args:
-        read: Returns a manifest, its size and checksum; None to leave the rank out.
+        commit: None: there is no commit object.
+        on_damage: Gets the error of a manifest that is missing or damaged, instead of the caller
+            of ``each``.
     """
 
+    reader: SnapshotReader
+    attempt: str
+    commit: Commit | None
     ranks: Sequence[int]
-    read: Callable[[int], Awaitable[tuple[RankManifest, ManifestRecord] | None]]
-    run_blocking: RunBlocking
+    on_damage: Callable[[FormatError], object] | None = None
     _kept: dict[int, RankManifest] | None = field(default_factory=dict)
     _kept_bytes: int = 0
 
@@ -46,35 +55,47 @@ class ManifestStream:
             on_record: Called before with what a manifest is, unless that was kept.
 
         Raises:
-            ExceptionGroup: Errors of ``read`` and ``take``.
+            ExceptionGroup: Errors of manifests and of ``take``.
         """
 
-        async def read(rank: int) -> tuple[RankManifest, ManifestRecord | None] | None:
+        async def perform(rank: int, wait: Callable[[], Awaitable[None]]) -> None:
             kept = None if self._kept is None else self._kept.get(rank)
-            return await self.read(rank) if kept is None else (kept, None)
+            if kept is not None:
+                await wait()
+                await self.reader.run_blocking(take, kept)
+                return
 
-        async def use(found: tuple[RankManifest, ManifestRecord | None] | None) -> None:
-            if found is not None:
-                await self.run_blocking(self._take, *found, take, on_record)
+            def use(data: bytes, key: str) -> None:
+                manifest, record = self._decode(rank, data, key)
+                self._keep(manifest)
+                if on_record is not None:
+                    on_record(record)
+                take(manifest)
 
-        await in_turn(self.ranks if ranks is None else ranks, read, use)
+            try:
+                await self.reader.use_manifest(manifest_key(self.attempt, rank), use, wait)
+            except FormatError as error:
+                if self.on_damage is None:
+                    raise
+                await wait()
+                self.on_damage(error)
 
-    def _take(
-        self,
-        manifest: RankManifest,
-        record: ManifestRecord | None,
-        take: Callable[[RankManifest], object],
-        on_record: Callable[[ManifestRecord], object] | None,
-    ) -> None:
-        if record is not None and self._kept is not None:
+        await in_turn(self.ranks if ranks is None else ranks, perform)
+
+    def _decode(self, rank: int, data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
+        if self.commit is None:
+            return decode_lone_rank_manifest(data, key)
+        record = self.commit.record(rank)
+        found = record or ManifestRecord(key=key, size=len(data), crc32c=crc32c(data))
+        return decode_rank_manifest(data, key, record), found
+
+    def _keep(self, manifest: RankManifest) -> None:
+        if self._kept is not None:
             self._kept_bytes += memory_of(manifest)
             if self._kept_bytes > BATCH_BYTES:
                 self._kept = None
             else:
                 self._kept[manifest.rank] = manifest
-        if record is not None and on_record is not None:
-            on_record(record)
-        take(manifest)
 
 
 def index_progress(
@@ -93,33 +114,29 @@ def index_progress(
 
 
 async def in_turn(
-    items: Sequence[T], read: Callable[[T], Awaitable[R]], use: Callable[[R], Awaitable[object]]
+    items: Sequence[T],
+    perform: Callable[[T, Callable[[], Awaitable[None]]], Awaitable[object]],
 ) -> None:
-    """Reads some items at a time; uses one after the other, in order."""
-    turns = _Turns()
+    """Performs some items at a time; what follows ``await wait()``, one by one and in order.
 
-    async def perform(turn: int) -> None:
-        found = await read(items[turn])
-        await turns.wait(turn)
-        await use(found)
-        turns.end()
+    Args:
+        perform: Gets an item and ``wait``.
+    """
+    now = 0
+    waiting: dict[int, anyio.Event] = {}
 
-    await for_each(range(len(items)), perform, at_once=MAX_SMALL_READS)
+    async def perform_one(turn: int) -> None:
+        nonlocal now
 
+        async def wait() -> None:
+            if turn != now:
+                event = waiting[turn] = anyio.Event()
+                await event.wait()
 
-class _Turns:
-    """Lets tasks go on in order."""
-
-    def __init__(self) -> None:
-        self._next = 0
-        self._waiting: dict[int, anyio.Event] = {}
-
-    async def wait(self, turn: int) -> None:
-        if turn != self._next:
-            event = self._waiting[turn] = anyio.Event()
-            await event.wait()
-
-    def end(self) -> None:
-        self._next += 1
-        if (event := self._waiting.pop(self._next, None)) is not None:
+        await perform(items[turn], wait)
+        await wait()
+        now += 1
+        if (event := waiting.pop(now, None)) is not None:
             event.set()
+
+    await for_each(range(len(items)), perform_one, at_once=MAX_SMALL_READS)

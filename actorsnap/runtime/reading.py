@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -14,7 +14,7 @@ from actorsnap.actors.budget import Budget
 from actorsnap.actors.fetcher import RangeRequest
 from actorsnap.errors import SnapshotReplaced, UsageError, did_you_mean
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
-from actorsnap.format.manifest import Commit, Entry, ManifestRecord, RankManifest, ValueEntry
+from actorsnap.format.manifest import Commit, Entry, RankManifest, ValueEntry
 from actorsnap.log import Log
 from actorsnap.planning.index import (
     Elsewhere,
@@ -99,11 +99,8 @@ def each_manifest(
         if rank is not None and not 0 <= rank < commit.world_size:
             raise UsageError(f"the snapshot has the ranks 0 to {commit.world_size - 1}, not {rank}")
 
-        async def read(each: int) -> tuple[RankManifest, ManifestRecord]:
-            return await reader.recorded_manifest(commit, each)
-
         ranks = range(commit.world_size) if rank is None else (rank,)
-        stream = ManifestStream(ranks, read, opened.errands.run_blocking)
+        stream = ManifestStream(reader, commit.attempt, commit, ranks)
         note = index_progress(len(ranks), progress)
         if commit.world_size <= FEW_RANKS:
             await stream.each(lambda manifest: None)  # raises before the first look
@@ -145,7 +142,7 @@ def each_pair(
                 with opened.source.naming():
                     commits.append(await opened.reader.commit())
 
-            async def read(rank: int) -> list[Any]:
+            async def perform(rank: int, wait: Callable[[], Awaitable[None]]) -> None:
                 found: list[Any] = [rank]
                 for opened, commit in zip((one, other), commits, strict=True):
                     with opened.source.naming():
@@ -154,13 +151,11 @@ def each_pair(
                             if rank < commit.world_size
                             else None
                         )
-                return found
-
-            async def use(found: list[Any]) -> None:
+                await wait()
                 await one.errands.run_blocking(take, *found)
 
             ranks = sorted(range(max(commit.world_size for commit in commits)), key=str)
-            await one.errands.run(in_turn, ranks, read, use)
+            await one.errands.run(in_turn, ranks, perform)
 
     yield step
 

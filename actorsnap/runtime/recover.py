@@ -35,6 +35,7 @@ from actorsnap.format.manifest import (
     features_in,
 )
 from actorsnap.format.owners import owners_key
+from actorsnap.format.tables import decode_lone_rank_manifest
 from actorsnap.log import Log
 from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.runtime.host import Host, Script
@@ -310,7 +311,9 @@ class _Recovery:
                     detail=f"the attempt {name} has no rank manifest",
                     found="unfinished",
                 )
-            manifest, _ = await self._opened.reader.lone_manifest(manifest_key(name, ranks[0]))
+            manifest, _ = await self._opened.reader.use_manifest(
+                manifest_key(name, ranks[0]), decode_lone_rank_manifest
+            )
             save = None if isinstance(manifest.save, msgspec.UnsetType) else manifest.save
             self._check_ranks(name, ranks, save)
         except (FormatError, UsageError) as error:
@@ -384,13 +387,6 @@ class _Recovery:
         features: set[str] = set()
         show = index_progress(len(chosen.ranks), progress)
 
-        async def read(rank: int) -> tuple[RankManifest, ManifestRecord] | None:
-            try:
-                return await reader.lone_manifest(manifest_key(name, rank))
-            except FormatError as error:
-                problems.append(error)
-                return None
-
         def note(record: ManifestRecord) -> None:
             records.append(record)
             show(record)
@@ -406,7 +402,7 @@ class _Recovery:
                 features.update(features_in([manifest]))
             check.add(manifest)
 
-        stream = ManifestStream(chosen.ranks, read, self._opened.errands.run_blocking)
+        stream = ManifestStream(reader, name, None, chosen.ranks, problems.append)
         await stream.each(take, on_record=note)
         save = saves[0] if saves else None
         if save is None:

@@ -24,7 +24,6 @@ from actorsnap.format.checksum import crc32c
 from actorsnap.format.manifest import (
     BytesEntry,
     Commit,
-    ManifestRecord,
     ObjectRecord,
     RankManifest,
     Stored,
@@ -93,14 +92,8 @@ def verify(
         commit = await reader.commit()
         problems: list[ActorSnapError] = []
 
-        async def read(rank: int) -> tuple[RankManifest, ManifestRecord] | None:
-            try:
-                return await reader.recorded_manifest(commit, rank)
-            except FormatError as error:
-                problems.append(error)
-                return None
-
-        stream = ManifestStream(range(commit.world_size), read, opened.errands.run_blocking)
+        ranks = range(commit.world_size)
+        stream = ManifestStream(reader, commit.attempt, commit, ranks, problems.append)
         check = DataCheck(opened, level=level, progress=progress)
         owners, wrong = await _read_owners(opened, commit, level)
 
