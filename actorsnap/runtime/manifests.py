@@ -13,8 +13,10 @@ from actorsnap.errors import FormatError
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import Commit, ManifestRecord, RankManifest
+from actorsnap.format.owners import owners_key
 from actorsnap.format.tables import decode_lone_rank_manifest, decode_rank_manifest
-from actorsnap.planning.survey import BATCH_BYTES, memory_of
+from actorsnap.planning.ownership import OwnerIndex
+from actorsnap.planning.survey import BATCH_BYTES, Holdings, memory_of
 from actorsnap.runtime.source import MAX_SMALL_READS
 from actorsnap.storage.base import for_each
 
@@ -96,6 +98,39 @@ class ManifestStream:
                 self._kept = None
             else:
                 self._kept[manifest.rank] = manifest
+
+
+@dataclass(eq=False, repr=False)
+class OwnerCheck:
+    """Compares the owner index with rank manifests.
+
+    Attributes:
+        encoded: Its bytes; None: the snapshot has none, and nothing is compared.
+        problems: An error per manifest that contradicts it.
+    """
+
+    attempt: str
+    encoded: bytes | None
+    index: OwnerIndex | None
+    problems: list[FormatError] = field(default_factory=list)
+
+    @classmethod
+    async def begin(cls, reader: SnapshotReader, commit: Commit) -> OwnerCheck:
+        """Reads the owner index; raises as ``SnapshotReader.owners``."""
+        found = await reader.owners(commit)
+        if found is None:
+            return cls(commit.attempt, None, None)
+        index = await reader.run_blocking(OwnerIndex, found[0], commit.world_size)
+        return cls(commit.attempt, found[1], index)
+
+    def add(self, manifest: RankManifest, holdings: Holdings | None = None) -> None:
+        """Blocks; for worker threads. ``holdings`` are those of the manifest, if known."""
+        if self.index is None:
+            return
+        difference = self.index.difference(manifest, holdings)
+        if difference is not None:
+            detail = f"{difference}, which contradicts its manifest"
+            self.problems.append(FormatError(key=owners_key(self.attempt), detail=detail))
 
 
 def index_progress(

@@ -34,14 +34,12 @@ from actorsnap.format.manifest import (
     encode_commit,
     features_in,
 )
-from actorsnap.format.owners import owners_key
 from actorsnap.format.tables import decode_lone_rank_manifest
 from actorsnap.log import Log
-from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import check_flag
 from actorsnap.runtime.maintenance import find_attempts, find_claims, find_collectable
-from actorsnap.runtime.manifests import ManifestStream, index_progress
+from actorsnap.runtime.manifests import ManifestStream, OwnerCheck, index_progress
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import OpenSource, Source, opened_storage
 from actorsnap.runtime.verify import DataCheck
@@ -195,20 +193,11 @@ class _Recovery:
     async def _with_owners(self, commit: Commit, stream: ManifestStream) -> Commit:
         """Leaves out a damaged or wrong owner index: the snapshot is readable without it."""
         try:
-            if (found := await self._opened.reader.owners(commit)) is not None:
-                index = await self._opened.errands.run_blocking(
-                    OwnerIndex, found[0], commit.world_size
-                )
-                wrong: list[str] = []
-
-                def compare(manifest: RankManifest) -> None:
-                    if not wrong and (difference := index.difference(manifest)) is not None:
-                        wrong.append(difference)
-
-                await stream.each(compare)
-                if wrong:
-                    detail = f"{wrong[0]}, which contradicts its manifest"
-                    raise FormatError(key=owners_key(commit.attempt), detail=detail)
+            check = await OwnerCheck.begin(self._opened.reader, commit)
+            if check.index is not None:
+                await stream.each(check.add)
+            for error in check.problems:
+                raise error
         except FormatError as error:
             logger.warning("%s; the snapshot is recovered without it", error)
             features = tuple([each for each in commit.features if each != "owners"])
