@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from actorsnap.errors import (
@@ -220,24 +221,23 @@ class SnapshotReader:
         self,
         key: str,
         use: Callable[[bytes, str], T],
-        wait: Callable[[], Awaitable[object]] | None = None,
+        run: Callable[[Callable[[], T]], Awaitable[T]] | None = None,
     ) -> T:
-        """Reads a rank manifest; returns what ``use`` makes of its bytes, on a worker thread.
+        """Reads a rank manifest; returns what ``use`` makes of its bytes and key.
 
         Over a network, a ``ChecksumMismatch`` of ``use`` leads to a second read and call.
 
         Args:
-            wait: Awaited between the read and the call.
+            run: Runs the call; None: on a worker thread.
 
         Raises:
             ChecksumMismatch: The manifest is missing.
         """
+        run = run or self.run_blocking
 
         async def read() -> T:
             data = await self.storage.get(key)
-            if wait is not None:
-                await wait()
-            return await self.run_blocking(use, data, key)
+            return await run(partial(use, data, key))
 
         with missing_is_damage(key, "rank manifest"):
             return await read_intact(self.storage, read)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 import anyio
 
@@ -18,17 +20,19 @@ from actorsnap.format.tables import decode_lone_rank_manifest, decode_rank_manif
 from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.planning.survey import BATCH_BYTES, Holdings, memory_of
 from actorsnap.runtime.source import MAX_SMALL_READS
-from actorsnap.storage.base import for_each
+from actorsnap.storage.base import RunBlocking, for_each
 
 T = TypeVar("T")
+
+_BURST_S = 0.05
 
 
 @dataclass(eq=False, repr=False)
 class ManifestStream:
     """The manifests of some ranks, to be looked at several times.
 
-    They are kept if all of them are small, else read again. Several are read at once, but one job
-    decodes, shows and drops a manifest, one at a time: its memory stays in a core's cache.
+    They are kept if all of them are small, else read again. Several are read at once; one after
+    the other is decoded, looked at and dropped: its memory stays in a core's cache.
 
     Args:
         commit: None: there is no commit object.
@@ -60,29 +64,31 @@ class ManifestStream:
             ExceptionGroup: Errors of manifests and of ``take``.
         """
 
-        async def perform(rank: int, wait: Callable[[], Awaitable[None]]) -> None:
+        ranks = self.ranks if ranks is None else ranks
+        turns = Turns(self.reader.run_blocking)
+
+        def use(rank: int, data: bytes, key: str) -> None:
+            manifest, record = self._decode(rank, data, key)
+            self._keep(manifest)
+            if on_record is not None:
+                on_record(record)
+            take(manifest)
+
+        async def perform(turn: int) -> None:
+            rank, run = ranks[turn], partial(turns.run, turn)
             kept = None if self._kept is None else self._kept.get(rank)
             if kept is not None:
-                await wait()
-                await self.reader.run_blocking(take, kept)
+                await run(partial(take, kept))
                 return
-
-            def use(data: bytes, key: str) -> None:
-                manifest, record = self._decode(rank, data, key)
-                self._keep(manifest)
-                if on_record is not None:
-                    on_record(record)
-                take(manifest)
-
             try:
-                await self.reader.use_manifest(manifest_key(self.attempt, rank), use, wait)
+                key = manifest_key(self.attempt, rank)
+                await self.reader.use_manifest(key, partial(use, rank), run)
             except FormatError as error:
                 if self.on_damage is None:
                     raise
-                await wait()
-                self.on_damage(error)
+                await run(partial(self.on_damage, error))
 
-        await in_turn(self.ranks if ranks is None else ranks, perform)
+        await for_each(range(len(ranks)), perform, at_once=MAX_SMALL_READS)
 
     def _decode(self, rank: int, data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
         if self.commit is None:
@@ -148,30 +154,73 @@ def index_progress(
     return note
 
 
-async def in_turn(
-    items: Sequence[T],
-    perform: Callable[[T, Callable[[], Awaitable[None]]], Awaitable[object]],
-) -> None:
-    """Performs some items at a time; what follows ``await wait()``, one by one and in order.
+@dataclass(slots=True, eq=False)
+class _Job:
+    call: Callable[[], object]
+    changed: anyio.Event = field(default_factory=anyio.Event)
+    result: Any = None
+    error: Exception | None = None
+    is_done: bool = False
 
-    Args:
-        perform: Gets an item and ``wait``.
+
+class Turns:
+    """Runs calls of several tasks in order, on worker threads.
+
+    Those that are ready together share a trip to a thread, whose cache they share, too.
     """
-    now = 0
-    waiting: dict[int, anyio.Event] = {}
 
-    async def perform_one(turn: int) -> None:
-        nonlocal now
+    def __init__(self, run_blocking: RunBlocking) -> None:
+        self._run_blocking = run_blocking
+        self._next = 0
+        self._is_running = False
+        self._jobs: dict[int, _Job] = {}
 
-        async def wait() -> None:
-            if turn != now:
-                event = waiting[turn] = anyio.Event()
-                await event.wait()
+    async def run(self, turn: int, call: Callable[[], T]) -> T:
+        """Returns the result of the call, after those of all turns before: 0, 1, 2, ...
 
-        await perform(items[turn], wait)
-        await wait()
-        now += 1
-        if (event := waiting.pop(now, None)) is not None:
-            event.set()
+        An error does not end the turn: it needs another call.
+        """
+        job = self._jobs[turn] = _Job(call)
+        while not job.is_done:
+            if turn == self._next and not self._is_running:
+                await self._run_ready()
+            else:
+                await job.changed.wait()
+                job.changed = anyio.Event()
+        if job.error is not None:
+            raise job.error
+        result: T = job.result
+        return result
 
-    await for_each(range(len(items)), perform_one, at_once=MAX_SMALL_READS)
+    async def _run_ready(self) -> None:
+        jobs: list[_Job] = []
+        while (job := self._jobs.get(self._next + len(jobs))) is not None:
+            jobs.append(job)
+        self._is_running = True
+        try:
+            await self._run_blocking(_run_all, jobs)
+        finally:
+            self._is_running = False
+            for job in jobs:
+                if not job.is_done:
+                    break
+                del self._jobs[self._next]
+                job.changed.set()
+                if job.error is not None:
+                    break
+                self._next += 1
+            if (waiting := self._jobs.get(self._next)) is not None:
+                waiting.changed.set()
+
+
+def _run_all(jobs: Iterable[_Job]) -> None:
+    """Runs calls up to the first error, for about ``_BURST_S``: a cancellation waits for them."""
+    deadline_s = time.monotonic() + _BURST_S
+    for job in jobs:
+        try:
+            job.result = job.call()
+        except Exception as error:
+            job.error = error
+        job.is_done = True
+        if job.error is not None or time.monotonic() > deadline_s:
+            return

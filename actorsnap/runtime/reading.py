@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Awaitable, Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -26,7 +26,7 @@ from actorsnap.planning.index import (
     named_ranks,
 )
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.manifests import ManifestStream, in_turn, index_progress
+from actorsnap.runtime.manifests import ManifestStream, Turns, index_progress
 from actorsnap.runtime.partial_index import FEW_RANKS, PartialIndex
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
 from actorsnap.runtime.tracing import Observation
@@ -35,6 +35,7 @@ from actorsnap.state.restore.allocation import Wanted
 from actorsnap.state.restore.build import KeyRestore, prepare, read_one, resolve
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.tree import escape
+from actorsnap.storage.base import for_each
 
 logger = Log(__name__)
 
@@ -142,7 +143,11 @@ def each_pair(
                 with opened.source.naming():
                     commits.append(await opened.reader.commit())
 
-            async def perform(rank: int, wait: Callable[[], Awaitable[None]]) -> None:
+            ranks = sorted(range(max(commit.world_size for commit in commits)), key=str)
+            turns = Turns(one.errands.run_blocking)
+
+            async def perform(turn: int) -> None:
+                rank = ranks[turn]
                 found: list[Any] = [rank]
                 for opened, commit in zip((one, other), commits, strict=True):
                     with opened.source.naming():
@@ -151,11 +156,10 @@ def each_pair(
                             if rank < commit.world_size
                             else None
                         )
-                await wait()
-                await one.errands.run_blocking(take, *found)
+                await turns.run(turn, partial(take, *found))
 
-            ranks = sorted(range(max(commit.world_size for commit in commits)), key=str)
-            await one.errands.run(in_turn, ranks, perform)
+            each = partial(for_each, range(len(ranks)), perform, at_once=MAX_SMALL_READS)
+            await one.errands.run(each)
 
     yield step
 
