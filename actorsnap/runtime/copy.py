@@ -54,8 +54,7 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag
 from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts, find_claims
 from actorsnap.runtime.manifests import ManifestStream, OwnerCheck
-from actorsnap.runtime.reading import begins_anew
-from actorsnap.runtime.source import OpenSource, Source, opened_storage
+from actorsnap.runtime.source import OpenSource, Source, begins_anew, opened_storage
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 logger = Log(__name__)

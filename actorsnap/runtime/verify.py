@@ -39,8 +39,7 @@ from actorsnap.planning.survey import (
 )
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.manifests import ManifestStream, OwnerCheck, index_progress
-from actorsnap.runtime.reading import begins_anew
-from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.state.restore.verification import Doubtful, EntryCheck
 from actorsnap.state.sources import HostMemory
 from actorsnap.storage.base import for_each
