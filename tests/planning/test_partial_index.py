@@ -59,13 +59,9 @@ class Reader:
     async def entries(
         self, commit: Commit, rank: int, paths: Collection[str], *, with_containers: bool = False
     ) -> RankManifest:
-        found = await self.manifest(commit, rank)
-        kept = [
-            e
-            for e in found.entries
-            if e.path in paths or (with_containers and isinstance(e, ContainerEntry))
-        ]
-        return replace(found, entries=tuple(kept))
+        containers = {e.path for e in self.manifests[rank].entries if type(e) is ContainerEntry}
+        wanted = {*paths, *containers} if with_containers else {*paths}
+        return await self.manifest(commit, rank, wanted.__contains__)
 
 
 async def _now(function: Callable[..., Any], *args: Any) -> Any:
