@@ -56,8 +56,16 @@ class Reader:
         kept = [e for e in self.manifests[rank].entries if wants is None or wants(e.path)]
         return replace(self.manifests[rank], entries=tuple(kept))
 
-    async def entries(self, commit: Commit, rank: int, paths: Collection[str]) -> RankManifest:
-        return await self.manifest(commit, rank, lambda path: path in paths)
+    async def entries(
+        self, commit: Commit, rank: int, paths: Collection[str], *, with_containers: bool = False
+    ) -> RankManifest:
+        found = await self.manifest(commit, rank)
+        kept = [
+            e
+            for e in found.entries
+            if e.path in paths or (with_containers and isinstance(e, ContainerEntry))
+        ]
+        return replace(found, entries=tuple(kept))
 
 
 async def _now(function: Callable[..., Any], *args: Any) -> Any:
