@@ -264,7 +264,7 @@ class ManifestTable:
 
 
 def _has_containers(entries: Iterable[Entry]) -> bool:
-    return any([isinstance(entry, ContainerEntry) for entry in entries])
+    return ContainerEntry in map(type, entries)
 
 
 def _hashes_of(paths: Iterable[str]) -> tuple[int, ...]:
