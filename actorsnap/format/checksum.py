@@ -24,6 +24,9 @@ MIN_BLOCK_BYTES = 1 << 16
 MAX_BLOCK_BYTES = 1 << 20
 """A multiple of the blocks of every leaf."""
 
+UNCHECKED_BLOCK_BYTES = 1 << 12
+"""Unit of reads of leaves without checksums: small, because nothing asks for whole blocks."""
+
 _NUM_BLOCKS = 16
 """Fewest full blocks of a leaf, unless they would be smaller than ``MIN_BLOCK_BYTES``."""
 

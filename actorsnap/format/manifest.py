@@ -22,6 +22,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format.checksum import (
     MAX_BLOCK_BYTES,
+    UNCHECKED_BLOCK_BYTES,
     block_bytes_of,
     combine_blocks,
     crc32c,
@@ -213,7 +214,8 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """The range of a leaf's bytes: ``[object, start, stop, crc32c]``.
 
     ``object`` indexes the manifest's ``objects``; ``start`` and ``stop`` are byte offsets in it;
-    ``crc32c`` has one value per block, from ``start`` on.
+    ``crc32c`` has one value per block, from ``start`` on. It is empty for an empty leaf, and for
+    bytes of another format, which are read without a comparison; no manifest has those.
     """
 
     object: Size
@@ -224,6 +226,8 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @property
     def block_bytes(self) -> int:
         """The last block may be shorter."""
+        if not self.crc32c:
+            return UNCHECKED_BLOCK_BYTES
         return block_bytes_of(self.stop - self.start, len(self.crc32c))
 
 

@@ -360,6 +360,42 @@ def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, Mani
     return manifest, record
 
 
+def check_foreign_manifest(manifest: RankManifest) -> None:
+    """Checks what a reader found in files of another format, as a manifest of ours is checked.
+
+    Raises:
+        FormatError: Bytes are outside of their file, or of another number than dtype and shape
+            say; a shard is outside of its tensor, a view of its base. Names the leaf.
+    """
+    key = f"the index of {manifest.attempt}"
+    for record in manifest.objects:
+        if not is_well_formed_key(record.key):
+            fail(key, f"{record.key!r:.200} is no name of a file")
+    extents = [(record.header_bytes, record.size) for record in manifest.objects]
+    _check_each(manifest.entries, extents, key, has_checksums=False)
+    _check_together(manifest.entries, key)
+
+
+def check_disjoint(manifests: Iterable[RankManifest]) -> None:
+    """Checks that leaves of another format have the same bytes, or none in common.
+
+    Raises:
+        FormatError: Two leaves overlap. Names them.
+    """
+    places: dict[tuple[str, int, int], str] = {}
+    for manifest in manifests:
+        for entry in manifest.entries:
+            if isinstance(entry, TensorEntry | BytesEntry) and entry.data.start < entry.data.stop:
+                data = entry.data
+                place = manifest.objects[data.object].key, data.start, data.stop
+                places.setdefault(place, entry.path)
+    last, end, before = "", 0, ""
+    for (name, start, stop), path in sorted(places.items()):
+        if name == last and start < end:
+            fail(name, f"{before!r} and {path!r} overlap at byte {start}")
+        last, end, before = name, stop, path
+
+
 def world_size_of(data: bytes) -> int:
     """Returns the world size that a rank manifest records; 1 if it is older or unreadable."""
     line = data.partition(b"\n")[0]
@@ -383,11 +419,17 @@ def _check_key(attempt: str, rank: int, key: str) -> None:
         )
 
 
-def _check_each(entries: Iterable[Entry], extents: Sequence[tuple[int, int]], key: str) -> None:
+def _check_each(
+    entries: Iterable[Entry],
+    extents: Sequence[tuple[int, int]],
+    key: str,
+    *,
+    has_checksums: bool = True,
+) -> None:
     of_type = _by_type(entries)
     tensors: list[TensorEntry] = of_type.get(TensorEntry, [])
-    _check_stored(tensors, extents, key)
-    _check_stored(of_type.get(BytesEntry, []), extents, key)
+    _check_stored(tensors, extents, key, has_checksums)
+    _check_stored(of_type.get(BytesEntry, []), extents, key, has_checksums)
     _check_tensors(tensors, key)
     for view in of_type.get(ViewEntry, []):
         if len(view.shape) != len(view.strides) or _volume(view.shape) > MAX_BYTES:
@@ -502,8 +544,9 @@ def _check_stored(
     entries: Sequence[TensorEntry] | Sequence[BytesEntry],
     extents: Sequence[tuple[int, int]],
     key: str,
+    has_checksums: bool,
 ) -> None:
-    """Checks that byte ranges are in their object's data, with one checksum per block."""
+    """Checks that byte ranges are in their object's data, and have one checksum per block."""
     num_objects = len(extents)
     for entry in entries:
         data = entry.data
@@ -514,7 +557,7 @@ def _check_stored(
         first, last = extents[data.object]
         if not first <= start <= stop <= last:
             fail(key, f"{entry.path!r} is at [{start}, {stop}), not in [{first}, {last})")
-        if not is_block_count(stop - start, len(data.crc32c)):
+        if has_checksums and not is_block_count(stop - start, len(data.crc32c)):
             fail(key, f"{entry.path!r} of {stop - start} bytes has {len(data.crc32c)} checksums")
 
 

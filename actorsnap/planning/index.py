@@ -197,6 +197,8 @@ def _one_cover(stored: Mapping[Box, Stored], shape: tuple[int, ...]) -> list[Box
             return None
         data = stored[box]
         nbytes = data.stop - data.start
+        if nbytes and not data.crc32c:
+            return None
         before, boxes = ways[start]
         whole = combine(before, combine_blocks(data.crc32c, nbytes), nbytes)
         if ways.setdefault(stop, (whole, [*boxes, box]))[0] != whole:
@@ -601,12 +603,15 @@ def _closure(path: str, entries: Mapping[str, Entry]) -> list[Entry]:
 
 def _content(path: str, entries: Mapping[str, Entry]) -> list[Any]:
     """Returns equal values for equal leaves (and, but for CRC32C, only for those)."""
-    return [
-        # Without the place in the storage.
-        msgspec.structs.replace(
-            entry, data=Stored(0, 0, entry.data.stop - entry.data.start, entry.data.crc32c)
-        )
-        if isinstance(entry, TensorEntry | BytesEntry)
-        else entry
-        for entry in _closure(path, entries)
-    ]
+    return [_content_of(entry) for entry in _closure(path, entries)]
+
+
+def _content_of(entry: Entry) -> object:
+    if not isinstance(entry, TensorEntry | BytesEntry):
+        return entry
+    data = entry.data
+    nbytes = data.stop - data.start
+    if nbytes and not data.crc32c:
+        return object()  # nothing proves it equal to any other
+    # Without the place in the storage.
+    return msgspec.structs.replace(entry, data=Stored(0, 0, nbytes, data.crc32c))
