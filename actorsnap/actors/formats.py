@@ -30,6 +30,7 @@ ENTRY_POINT_GROUP = "actorsnap.formats"
 
 _BUILT_IN = {
     "safetensors": "actorsnap.interop.formats.safetensors_files:read",
+    "torch": "actorsnap.interop.formats.torch_files:read",
 }
 """In the order in which they are asked; a source tree works uninstalled."""
 
@@ -190,7 +191,8 @@ def _checked(found: Foreign, place: Place) -> OpenForeign:
 def _digest(found: Foreign) -> str:
     """Returns a name for the content of an index: ranks compare it."""
     # Times differ between copies of a file.
-    return blake2b(msgspec.msgpack.encode(found.manifests), digest_size=8).hexdigest()
+    encoded = msgspec.msgpack.encode(found.manifests, enc_hook=repr)
+    return blake2b(encoded, digest_size=8).hexdigest()
 
 
 async def _stat(storage: Storage, key: str) -> ObjectInfo | None:

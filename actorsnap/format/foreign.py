@@ -45,7 +45,7 @@ _OWN = re.compile(
 
 _MAX_NAMED = 5
 
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """A file by ``torch.save`` from before zip archives."""
 
 
@@ -122,7 +122,7 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
         return "part", f"this file is the commit object of the snapshot {folder}: open that"
     if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head[:256]:
         return "foreign", "this is a file that torch.save wrote: torch.load reads it"
-    if head.startswith(_LEGACY_MAGIC):
+    if head.startswith(LEGACY_MAGIC):
         return "foreign", "this is a file that an old torch.save wrote: torch.load reads it"
     if head[8:10] == b'{"' and 2 <= int.from_bytes(head[:8], "little") < 1 << 32:
         return "foreign", "this is a safetensors file: safetensors.torch.load_file reads it"

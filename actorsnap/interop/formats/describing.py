@@ -83,18 +83,21 @@ class Description:
         """Adds a view of a tensor; ``fields`` are those of ``ViewEntry``."""
         self.entries.append(ViewEntry(path=path, of=of, dtype=dtype, **fields))
 
-    def container(self, path: str, kind: ContainerType) -> None:
-        self.entries.append(ContainerEntry(path=path, type=kind))
+    def container(self, path: str, kind: ContainerType, attributes: Any = None) -> None:
+        self.entries.append(ContainerEntry(path=path, type=kind, attributes=attributes))
 
-    def value(self, path: str, value: object, **fields: Any) -> None:
-        """Adds a plain value.
+    def value(self, path: str, value: object, *, allow_pickle: bool = False, **fields: Any) -> None:
+        """Adds a plain value; with ``allow_pickle`` any object.
 
         Raises:
-            UsageError: It is none; names its class.
+            UsageError: It is no plain value; names its class.
         """
         try:
             encoded = objects.encode_inline(value, path)
         except objects.NotInline as error:
+            if allow_pickle:
+                self.entries.append(ValueEntry(path=path, value=objects.Opaque(value), **fields))
+                return
             raise UsageError(
                 f"{path!r} is a {error.kind}, which is no plain value: convert the checkpoint with "
                 "the program that wrote it"

@@ -1,0 +1,166 @@
+"""Reads files of ``torch.save``: zip files, and the format from before torch 1.6.
+
+Of a zip file it reads the directory, the pickle and the local headers of the storages. The older
+format has its pickles first: they are read until they are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from io import BytesIO
+from typing import Any
+
+from actorsnap.actors.formats import Foreign, Place
+from actorsnap.errors import ActorSnapError, FormatError, UsageError
+from actorsnap.format.foreign import LEGACY_MAGIC
+from actorsnap.format.manifest import RankManifest, Stored
+from actorsnap.interop.formats.describing import Description
+from actorsnap.interop.formats.pickles import (
+    Ghosts,
+    SavedStorage,
+    StateDescriber,
+    top_level,
+    unpickle,
+)
+from actorsnap.interop.formats.zip_directory import Record, locate, read_directory
+from actorsnap.storage.base import for_each
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE = "/data.pkl"
+_NAME = "pytorch_model.bin"
+"""In an old Hugging Face repo."""
+
+_AT_ONCE = 16
+_FIRST_BYTES = 1 << 20
+"""Of the older format, read first."""
+
+_COUNT_BYTES = 8
+"""Before each storage of the older format: its number of elements."""
+
+
+async def read(place: Place) -> Foreign | None:
+    """See ``actors.formats``."""
+    key, head = place.file, place.head
+    if not key:
+        info = await place.find(_NAME)
+        if info is None:
+            return None
+        key, head = _NAME, await place.get(_NAME, 0, min(info.size, 512))
+    await place.find(key)
+    if head.startswith(_ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
+        return await _read_zip(place, key)
+    if head.startswith(LEGACY_MAGIC):
+        return await _read_legacy(place, key)
+    return None
+
+
+async def _read_zip(place: Place, key: str) -> Foreign:
+    size = place.used[key].size
+    read = partial(place.get, key)
+    records = {record.name: record for record in await read_directory(read, size, key)}
+    pickles = [name for name in records if name.endswith(_PICKLE) and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise FormatError(key=key, detail=f"it has {len(pickles)} records data.pkl")
+    prefix = pickles[0].removesuffix("data.pkl")
+    if f"{prefix}constants.pkl" in records:
+        raise UsageError(
+            f"{key} is a TorchScript program, not a checkpoint: load it with torch.jit.load, and "
+            "save its state_dict()"
+        )
+
+    async def content(name: str) -> bytes:
+        record = await locate(read, records[name], size, key)
+        return await read(record.start, record.start + record.size)
+
+    if f"{prefix}byteorder" in records:
+        _check_order(await content(f"{prefix}byteorder"), key)
+    pickled = BytesIO(await content(pickles[0]))
+    ghosts = Ghosts()
+    state = await place.run_blocking(
+        partial(unpickle, pickled, ghosts, key, allow_pickle=place.allow_pickle)
+    )
+    found: dict[str, Record] = {}
+
+    async def find(name: str) -> None:
+        saved, record = ghosts.found[name], records.get(f"{prefix}data/{name}")
+        if record is None or record.size != saved.nbytes:
+            has = "no" if record is None else f"{record.size} bytes of"
+            raise FormatError(
+                key=key, detail=f"it has {has} data/{name:.80}, which has {saved.nbytes} bytes"
+            )
+        found[name] = await locate(read, record, size, key)
+
+    await for_each(list(ghosts.found), find, at_once=_AT_ONCE)
+    starts = {name: record.start for name, record in found.items()}
+    return await place.run_blocking(_describe, place, key, state, ghosts, starts)
+
+
+def _check_order(order: bytes, key: str) -> None:
+    if order.strip() != b"little":
+        raise UsageError(
+            f"{key} is of byte order {order[:20].decode('latin-1')!r}: load it with torch.load, "
+            "and save it again on a little-endian machine"
+        )
+
+
+async def _read_legacy(place: Place, key: str) -> Foreign:
+    size = place.used[key].size
+    data = b""
+    while True:
+        stop = min(size, max(_FIRST_BYTES, 8 * len(data)))
+        data += await place.get(key, len(data), stop)
+        ghosts = Ghosts()
+        try:
+            state, starts = await place.run_blocking(
+                _parse_legacy, data, ghosts, key, size, place.allow_pickle
+            )
+        except ActorSnapError:
+            if stop == size:
+                raise
+        else:
+            return await place.run_blocking(_describe, place, key, state, ghosts, starts)
+
+
+def _parse_legacy(
+    data: bytes, ghosts: Ghosts, key: str, size: int, allow_pickle: bool
+) -> tuple[Any, dict[str, int]]:
+    """Returns the state, and where each storage begins.
+
+    Raises:
+        ActorSnapError: ``data`` is not long enough, damaged, or refused.
+    """
+    file = BytesIO(data)
+    load: Callable[[], Any] = partial(unpickle, file, ghosts, key, allow_pickle=allow_pickle)
+    _, version, system = load(), load(), load()
+    if version != 1001 or not isinstance(system, dict):
+        raise FormatError(key=key, detail=f"its format has the version {version!r:.80}")
+    _check_order(b"little" if system.get("little_endian", True) else b"big", key)
+    state = load()
+    names = load()
+    if not isinstance(names, list) or sorted(names) != sorted(ghosts.found):
+        raise FormatError(key=key, detail="its storages are not those of its pickle")
+    at = file.tell()
+    starts: dict[str, int] = {}
+    for name in names:
+        starts[name] = at + _COUNT_BYTES
+        at = starts[name] + ghosts.found[name].nbytes
+    if at != size:
+        what = "truncated" if at > size else "too long"
+        raise FormatError(key=key, detail=f"{what}: {size} bytes, its storages end at {at}")
+    return state, starts
+
+
+def _describe(
+    place: Place, key: str, state: Any, ghosts: Ghosts, starts: dict[str, int]
+) -> Foreign:
+    description = Description(place)
+
+    def stored(saved: SavedStorage, start: int, stop: int) -> Stored:
+        begin = starts.get(saved.key, 0)
+        return description.stored(key, begin + start, begin + stop)
+
+    describer = StateDescriber(description, ghosts, stored, allow_pickle=place.allow_pickle)
+    describer.add(top_level(state))
+    manifest: RankManifest = description.manifest()
+    return Foreign(format="torch.save", manifests=(manifest,))
