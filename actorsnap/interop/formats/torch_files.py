@@ -6,15 +6,17 @@ format has its pickles first: they are read until they are complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from io import BytesIO
 from typing import Any
 
+import msgspec
+
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import ActorSnapError, FormatError, UsageError
 from actorsnap.format.foreign import LEGACY_MAGIC
-from actorsnap.format.manifest import RankManifest, Stored
+from actorsnap.format.manifest import Stored
 from actorsnap.interop.formats.describing import Description
 from actorsnap.interop.formats.pickles import (
     Ghosts,
@@ -23,7 +25,8 @@ from actorsnap.interop.formats.pickles import (
     top_level,
     unpickle,
 )
-from actorsnap.interop.formats.zip_directory import Record, locate, read_directory
+from actorsnap.interop.formats.zip_directory import Read, Record, locate, read_directory
+from actorsnap.state.tree import escape
 from actorsnap.storage.base import for_each
 
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -35,8 +38,25 @@ _AT_ONCE = 16
 _FIRST_BYTES = 1 << 20
 """Of the older format, read first."""
 
+_SMALL_BYTES = 64 << 10
+"""A file that is read at once."""
+
 _COUNT_BYTES = 8
 """Before each storage of the older format: its number of elements."""
+
+
+class SavedFile(msgspec.Struct, frozen=True, eq=False):
+    """A file of ``torch.save`` without its data; ``starts``: where each storage begins."""
+
+    key: str
+    state: Any
+    ghosts: Ghosts
+    starts: Mapping[str, int]
+
+    def stored(self, description: Description, saved: SavedStorage, start: int, stop: int) -> Stored:
+        """Returns the place of bytes ``[start, stop)`` of a storage."""
+        begin = self.starts.get(saved.key, 0)
+        return description.stored(self.key, begin + start, begin + stop)
 
 
 async def read(place: Place) -> Foreign | None:
@@ -49,15 +69,23 @@ async def read(place: Place) -> Foreign | None:
         key, head = _NAME, await place.get(_NAME, 0, min(info.size, 512))
     await place.find(key)
     if head.startswith(_ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
-        return await _read_zip(place, key)
-    if head.startswith(LEGACY_MAGIC):
-        return await _read_legacy(place, key)
-    return None
+        saved = await read_zip(place, key, allow_pickle=place.allow_pickle)
+    elif head.startswith(LEGACY_MAGIC):
+        saved = await _read_legacy(place, key)
+    else:
+        return None
+    return await place.run_blocking(_describe, place, saved)
 
 
-async def _read_zip(place: Place, key: str) -> Foreign:
+async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
+    """Reads a zip file that ``Place.find`` has found, all but its tensors.
+
+    Raises:
+        UsageError: It needs something that is not allowed. Names it.
+        FormatError: It is damaged.
+    """
     size = place.used[key].size
-    read = partial(place.get, key)
+    read = await _reader(place, key, size)
     records = {record.name: record for record in await read_directory(read, size, key)}
     pickles = [name for name in records if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(pickles) != 1:
@@ -78,7 +106,7 @@ async def _read_zip(place: Place, key: str) -> Foreign:
     pickled = BytesIO(await content(pickles[0]))
     ghosts = Ghosts()
     state = await place.run_blocking(
-        partial(unpickle, pickled, ghosts, key, allow_pickle=place.allow_pickle)
+        partial(unpickle, pickled, ghosts, key, allow_pickle=allow_pickle)
     )
     found: dict[str, Record] = {}
 
@@ -92,8 +120,19 @@ async def _read_zip(place: Place, key: str) -> Foreign:
         found[name] = await locate(read, record, size, key)
 
     await for_each(list(ghosts.found), find, at_once=_AT_ONCE)
-    starts = {name: record.start for name, record in found.items()}
-    return await place.run_blocking(_describe, place, key, state, ghosts, starts)
+    return SavedFile(key, state, ghosts, {name: record.start for name, record in found.items()})
+
+
+async def _reader(place: Place, key: str, size: int) -> Read:
+    """Reads a small file at once: most requests are for a few bytes."""
+    if size > _SMALL_BYTES:
+        return partial(place.get, key)
+    data = await place.get(key, 0, size)
+
+    async def read(start: int, stop: int) -> bytes:
+        return data[start:stop]
+
+    return read
 
 
 def _check_order(order: bytes, key: str) -> None:
@@ -104,7 +143,7 @@ def _check_order(order: bytes, key: str) -> None:
         )
 
 
-async def _read_legacy(place: Place, key: str) -> Foreign:
+async def _read_legacy(place: Place, key: str) -> SavedFile:
     size = place.used[key].size
     data = b""
     while True:
@@ -119,7 +158,7 @@ async def _read_legacy(place: Place, key: str) -> Foreign:
             if stop == size:
                 raise
         else:
-            return await place.run_blocking(_describe, place, key, state, ghosts, starts)
+            return SavedFile(key, state, ghosts, starts)
 
 
 def _parse_legacy(
@@ -151,16 +190,14 @@ def _parse_legacy(
     return state, starts
 
 
-def _describe(
-    place: Place, key: str, state: Any, ghosts: Ghosts, starts: dict[str, int]
-) -> Foreign:
+def _describe(place: Place, saved: SavedFile) -> Foreign:
     description = Description(place)
-
-    def stored(saved: SavedStorage, start: int, stop: int) -> Stored:
-        begin = starts.get(saved.key, 0)
-        return description.stored(key, begin + start, begin + stop)
-
-    describer = StateDescriber(description, ghosts, stored, allow_pickle=place.allow_pickle)
-    describer.add(top_level(state))
-    manifest: RankManifest = description.manifest()
-    return Foreign(format="torch.save", manifests=(manifest,))
+    describer = StateDescriber(
+        description,
+        saved.ghosts,
+        partial(saved.stored, description),
+        allow_pickle=place.allow_pickle,
+    )
+    states = top_level(saved.state)
+    describer.add({escape(name): state for name, state in states.items()})
+    return Foreign(format="torch.save", manifests=(description.manifest(),))
