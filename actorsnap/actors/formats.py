@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import msgspec
 
 from actorsnap.errors import ChecksumMismatch, FormatError, ObjectNotFound
-from actorsnap.format.manifest import FORMAT_VERSION, Commit, RankManifest
+from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.format.tables import check_disjoint, check_foreign_manifest
 from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage
@@ -39,8 +39,8 @@ _BUILT_IN = {
 MAX_LISTED = 10_000
 """Keys of a folder that are listed. Beyond them, files are found by name only."""
 
-ATTEMPT = "foreign"
-"""Begins the attempt of a checkpoint of another format, which is no folder."""
+NOT_OURS = 0
+"""``Commit.version`` of other formats; their ``attempt`` is ``<format>-<digest>``, no folder."""
 
 
 @dataclass(eq=False, repr=False)
@@ -105,7 +105,7 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint of another format, as its reader describes it.
 
     Attributes:
-        format: For people: ``"safetensors"``.
+        format: Its name, for people.
         manifests: In rank order, from 0 on. Keys of objects are those of ``Place.storage``; headers
             have 0 bytes; there are no checksums. ``attempt`` is of no meaning.
         metadata: See ``Snapshot.metadata``; any JSON object.
@@ -120,12 +120,24 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
     step: int | None = None
 
 
+def format_of(commit: Commit) -> str:
+    """Returns the format of what a commit stands for, for people."""
+    if commit.version == NOT_OURS:
+        return commit.attempt.rpartition("-")[0]
+    return f"format {commit.version}"
+
+
 class OpenForeign(msgspec.Struct, frozen=True, kw_only=True):
-    """A checked ``Foreign``, and the files that it is made of."""
+    """A checked ``Foreign``.
+
+    Attributes:
+        commit: Stands for a commit object.
+        files: All that it consists of, as they were found.
+        file: See ``Place``.
+    """
 
     commit: Commit
     manifests: tuple[RankManifest, ...]
-    format: str
     files: Mapping[str, ObjectInfo]
     file: str
     joined: Mapping[str, tuple[Piece, ...]]
@@ -172,7 +184,7 @@ async def open_foreign(place: Place) -> OpenForeign | None:
 
 
 def _checked(found: Foreign, place: Place) -> OpenForeign:
-    attempt = f"{ATTEMPT}-{_digest(found)}"
+    attempt = f"{found.format}-{_digest(found)}"
     manifests = tuple([msgspec.structs.replace(m, attempt=attempt) for m in found.manifests])
     for rank, manifest in enumerate(manifests):
         if manifest.rank != rank:
@@ -185,7 +197,7 @@ def _checked(found: Foreign, place: Place) -> OpenForeign:
     check_disjoint(manifests, pieces)
     newest_s = max([info.modified_s for info in place.used.values()], default=0.0)
     commit = Commit(
-        version=FORMAT_VERSION,
+        version=NOT_OURS,
         world_size=len(manifests),
         attempt=attempt,
         created=f"{datetime.fromtimestamp(newest_s, UTC):%Y-%m-%dT%H:%M:%S.%fZ}",
@@ -195,7 +207,6 @@ def _checked(found: Foreign, place: Place) -> OpenForeign:
     return OpenForeign(
         commit=commit,
         manifests=manifests,
-        format=found.format,
         files=dict(place.used),
         file=place.file,
         joined=found.joined,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from actorsnap.actors.formats import ATTEMPT, Place
+from actorsnap.actors.formats import Place
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.layout import dtype_itemsize
 from actorsnap.format.manifest import (
@@ -123,7 +123,7 @@ class Description:
 
     def manifest(self, optimizers: Mapping[str, str] | None = None) -> RankManifest:
         return RankManifest(
-            attempt=ATTEMPT,
+            attempt="",
             rank=self._rank,
             objects=tuple(self._objects),
             entries=tuple(self.entries),

@@ -256,8 +256,8 @@ class StateDescriber:
         if not self._allow_pickle or self._ghosts.found.keys() <= self._dense.keys():
             return
         raise UsageError(
-            "there are tensors inside of other objects: load the file with torch.load, and save the "
-            "state_dict() of what it has"
+            "there are tensors inside of other objects: load the file with torch.load, and save "
+            "the state_dict() of what it has"
         )
 
     def _tensor_entries(self) -> dict[str, list[Entry]]:

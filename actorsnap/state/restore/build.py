@@ -62,6 +62,8 @@ class KeyRestore:
             value = values.get(path)
             if isinstance(value, torch.Tensor) and value is not match.targets.get(path):
                 vars(value).update(attributes)
+        for path, other in match.aliases.items():
+            values[path] = values[other]
         root = match.rules.root
         if match.skeleton.is_leaf(root) and root not in values:
             return match.rules.target  # an unexpected leaf, which was not restored

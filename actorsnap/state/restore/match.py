@@ -291,6 +291,8 @@ class Match:
         composites: Leaves made of ``parts``, in order.
         values: Leaves that need no bytes: stored inline, or kept from the target.
         attributes: Attributes of fresh tensors.
+        aliases: Leaves that only the target has, by path: each is the same tensor as the restored
+            leaf with the given path (a tied weight under its second name).
         missing: Leaves or dict keys that only the target has.
         unexpected: Leaves that only the snapshot has.
         unplaced: Like ``unexpected``, but another rank may have them.
@@ -310,6 +312,7 @@ class Match:
     parts: dict[str, TensorEntry | ViewEntry] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)
@@ -501,9 +504,13 @@ def _add_missing(found: Match) -> None:
     """Adds leaves that only the target has; keeps additional dict keys."""
     rules, skeleton = found.rules, found.skeleton
     if rules.strict_root is not None:
-        found.missing.extend(
+        missing = [
             path for path in found.targets if not skeleton.is_leaf(path) and rules.is_strict(path)
-        )
+        ]
+        found.aliases.update(_find_aliases(found, missing))
+        for path in found.aliases:
+            skeleton.add_leaf(path)
+        found.missing.extend(path for path in missing if path not in found.aliases)
         found.missing.extend(sorted(path for path in rules.opaque if path not in skeleton))
     if rules.keeps_keys:
         for path, value in skeleton.further_keys(rules.target):
@@ -511,6 +518,37 @@ def _add_missing(found: Match) -> None:
                 found.missing.append(path)
                 skeleton.add_leaf(path)
                 found.values[path] = value
+
+
+def _find_aliases(found: Match, missing: Sequence[str]) -> dict[str, str]:
+    """Returns missing leaves that are the tensor of another leaf, which the snapshot has.
+
+    Other programs store tied weights under one name.
+    """
+    if not missing:
+        return {}
+    held: dict[object, str] = {}
+    for pair in (*found.pairs, *found.composites):
+        path = pair.entry.path
+        if (memory := _memory_of(found.targets.get(path))) is not None:
+            held.setdefault(memory, path)
+    aliases: dict[str, str] = {}
+    for path in missing:
+        memory = _memory_of(found.targets[path])
+        if memory is not None and memory in held:
+            aliases[path] = held[memory]
+    return aliases
+
+
+def _memory_of(target: object) -> object:
+    """Returns equal values for views of the same elements; None for what has no memory."""
+    if not isinstance(target, torch.Tensor):
+        return None
+    local = getattr(target, "_local_tensor", target)  # of a DTensor
+    if type(local) not in PLAIN_TYPES or local.layout is not torch.strided or not local.numel():
+        return None
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset(), local.dtype, local.shape, local.stride(), target.shape
 
 
 def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
