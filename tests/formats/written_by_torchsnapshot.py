@@ -7,10 +7,12 @@ Run in a folder of its own, in an environment with torch and torchsnapshot:
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
 from collections import OrderedDict
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -58,7 +60,7 @@ def make_values() -> dict[str, Any]:
         "mask": torch.tensor([True, False]),
         "complex": torch.tensor([1 + 2j, 3j]),
         "transposed": dense.t(),
-        "pickled": {1, 2},
+        "pickled": argparse.Namespace(lr=0.5),
     }
 
 
@@ -83,8 +85,7 @@ def make_table(rows: int = 7, columns: int = 5) -> torch.Tensor:
 
 def _make_sharded(rank: int, dim: int) -> Any:
     """A ShardedTensor: the first rank has 4 rows or columns, the second has the rest."""
-    from torch.distributed._shard import sharded_tensor
-
+    sharded_tensor: Any = import_module("torch.distributed._shard.sharded_tensor")
     table = make_table()
     start = 0 if rank == 0 else 4
     size = 4 if rank == 0 else table.shape[dim] - 4
@@ -131,7 +132,8 @@ def main() -> None:
     shutil.rmtree(folder, ignore_errors=True)
     _write_alone(folder)
     os.environ.update(MASTER_ADDR="localhost", MASTER_PORT="29511")
-    torch.multiprocessing.spawn(_write_ranks, (folder,), nprocs=WORLD_SIZE)
+    multiprocessing: Any = torch.multiprocessing
+    multiprocessing.spawn(_write_ranks, (folder,), nprocs=WORLD_SIZE)
 
 
 if __name__ == "__main__":

@@ -53,7 +53,9 @@ class SavedFile(msgspec.Struct, frozen=True, eq=False):
     ghosts: Ghosts
     starts: Mapping[str, int]
 
-    def stored(self, description: Description, saved: SavedStorage, start: int, stop: int) -> Stored:
+    def stored(
+        self, description: Description, saved: SavedStorage, start: int, stop: int
+    ) -> Stored:
         """Returns the place of bytes ``[start, stop)`` of a storage."""
         begin = self.starts.get(saved.key, 0)
         return description.stored(self.key, begin + start, begin + stop)

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import struct
 from base64 import b64decode
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from math import prod
-from typing import Annotated, Any, ClassVar, TypeAlias
+from typing import Annotated, Any, TypeAlias
 from urllib.parse import unquote
 
 import msgspec
@@ -201,7 +203,7 @@ def parse_metadata(data: bytes) -> Metadata:
 def _parse_yaml(data: bytes) -> Any:
     """Parses what torchsnapshot wrote before its release 0.1.0."""
     try:
-        import yaml
+        yaml: Any = import_module("yaml")
     except ImportError as error:
         raise UsageError(
             f"{METADATA_KEY} is written in YAML, as before torchsnapshot 0.1.0: install PyYAML"
@@ -261,15 +263,14 @@ def _describe(
             detail = f"{key!r:.200} is of a rank that its world of {len(ranks)} lacks"
             raise FormatError(key=METADATA_KEY, detail=detail)
         ranks[int(rank)][path] = record
-    shapes = _whole_shapes(ranks)
-    seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]] = set()
-    joined: dict[str, tuple[Piece, ...]] = {}
+    world = _World(place, saved, _whole_shapes(ranks))
     manifests = []
-    for rank, records in enumerate(ranks):
-        describer = _RankDescriber(place, rank, records, saved, shapes, seen, len(joined))
-        manifests.append(describer.description.manifest())
-        joined.update(describer.description.joined)
-    return Foreign(format="torchsnapshot", manifests=tuple(manifests), joined=joined)
+    for number, records in enumerate(ranks):
+        description = Description(place, number)
+        _RankDescriber(world, description, records).add_all()
+        manifests.append(description.manifest())
+        world.joined.update(description.joined)
+    return Foreign(format="torchsnapshot", manifests=tuple(manifests), joined=world.joined)
 
 
 def _whole_shapes(ranks: Sequence[Mapping[str, _Record]]) -> dict[str, tuple[int, ...]]:
@@ -289,57 +290,72 @@ def _whole_shapes(ranks: Sequence[Mapping[str, _Record]]) -> dict[str, tuple[int
     return shapes
 
 
+_Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and sizes."""
+
+
+@dataclass(eq=False)
+class _World:
+    """What describers of all ranks share.
+
+    Attributes:
+        saved: The files of ``torch.save``, or why they cannot be read.
+        shapes: Of sharded tensors, by path.
+        shards: Those that were added, by path and box.
+        owners: Path and box of the bytes of files.
+        joined: See ``Foreign``.
+    """
+
+    place: Place
+    saved: Mapping[str, SavedFile | ActorSnapError]
+    shapes: Mapping[str, tuple[int, ...]]
+    shards: set[tuple[str, _Box]] = field(default_factory=set)
+    owners: dict[Piece, tuple[str, _Box | None]] = field(default_factory=dict)
+    joined: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
+
+    def claim(self, piece: Piece, key: str, box: _Box | None) -> None:
+        """Raises FormatError if the same bytes belong to another path or box: names of files may
+        collide, and then one has overwritten the other.
+        """
+        owner = self.owners.setdefault(piece, (key, box))
+        if owner != (key, box) and piece.start < piece.stop:
+            detail = f"it is of {owner[0]!r:.200} and of {key!r:.200}: one overwrote the other"
+            raise FormatError(key=piece.key, detail=detail)
+
+
+@dataclass(eq=False)
 class _RankDescriber:
     """Describes what one rank saved, in the order of its containers.
 
     Args:
         records: By path, without the rank.
-        saved: The files of ``torch.save``, or why they cannot be read.
-        shapes: Of sharded tensors, by path.
-        seen: The shards of ranks before; this one's are added.
-        num_joined: The tensors in pieces of ranks before.
     """
 
-    def __init__(
-        self,
-        place: Place,
-        rank: int,
-        records: Mapping[str, _Record],
-        saved: Mapping[str, SavedFile | ActorSnapError],
-        shapes: Mapping[str, tuple[int, ...]],
-        seen: set[tuple[str, tuple[int, ...], tuple[int, ...]]],
-        num_joined: int,
-    ) -> None:
-        self.description = Description(place, rank)
-        self._place = place
-        self._records = records
-        self._saved = saved
-        self._shapes = shapes
-        self._seen = seen
-        self._num_joined = num_joined
-        self._add_all()
+    world: _World
+    description: Description
+    records: Mapping[str, _Record]
 
-    def _add_all(self) -> None:
+    def add_all(self) -> None:
+        """Raises FormatError if the records make no tree, or contradict the files."""
         children: dict[str, dict[str, str]] = {}
-        for key in self._records:
+        for key in self.records:
             parent, _, token = key.rpartition("/")
             children.setdefault(parent, {})[token] = key
-        roots = children.pop("", {})
+        roots = children.get("", {})
         # What is left to add, the next one last: its key, and its path here.
         left = [(key, escape(unquote(token))) for token, key in reversed(roots.items())]
-        num_added = 0
+        added: set[str] = set()
         while left:
             key, path = left.pop()
-            num_added += 1
-            below = self._add(key, path, children.pop(key, {}))
-            left += reversed(below)
-        if num_added != len(self._records):
-            lost = next(key for items in children.values() for key in items.values())
+            added.add(key)
+            left += reversed(self._add(key, path, children.get(key, {})))
+        lost = next((key for key in self.records if key not in added), None)
+        if lost is not None:
             raise FormatError(key=METADATA_KEY, detail=f"{lost!r:.200} is in no list and no dict")
 
     def _add(self, key: str, path: str, children: Mapping[str, str]) -> list[tuple[str, str]]:
         """Adds an entry. Returns keys and paths of what is in it."""
-        record = self._records[key]
+        record = self.records[key]
         match record:
             case ListRecord():
                 self.description.container(path, "list")
@@ -366,10 +382,10 @@ class _RankDescriber:
                 if _is_none(record):
                     self.description.value(path, None, replicated=record.replicated)
                 else:
-                    self._add_saved(path, record)
+                    self._add_saved(key, path, record)
             case TensorRecord():
                 if record.serializer == "torch_save":
-                    self._add_saved(path, record)
+                    self._add_saved(key, path, record)
                 else:
                     self._add_tensor(key, path, record)
             case ChunkedRecord():
@@ -399,7 +415,7 @@ class _RankDescriber:
             if chunk.offsets != (row, *[0] * (len(shape) - 1)) or chunk.sizes[1:] != shape[1:]:
                 break
             row += chunk.sizes[0]
-            piece, dtype = self._piece(key, chunk.tensor, chunk.sizes)
+            piece, dtype = self._piece(key, chunk.tensor, (chunk.offsets, chunk.sizes))
             pieces.append(piece)
             dtypes.add(dtype)
         if len(pieces) != len(chunks) or row != shape[0] or len(dtypes) != 1:
@@ -409,44 +425,48 @@ class _RankDescriber:
         if len(pieces) == 1:
             stored = self.description.stored(pieces[0].key, pieces[0].start, pieces[0].stop)
         else:
-            name = f"{_JOINED}/{self._num_joined}"
-            self._num_joined += 1
-            stored = self.description.stored_in_pieces(name, pieces)
+            number = len(self.world.joined) + len(self.description.joined)
+            stored = self.description.stored_in_pieces(f"{_JOINED}/{number}", pieces)
         self.description.tensor(
             path, dtypes.pop(), record.shape, stored, replicated=record.replicated
         )
 
     def _add_shards(self, key: str, path: str, record: ShardedRecord) -> None:
         for shard in record.shards:
-            place = key, shard.offsets, shard.sizes
-            if place in self._seen:
+            box = shard.offsets, shard.sizes
+            if (key, box) in self.world.shards:
                 continue  # ranks hold it in common
-            self._seen.add(place)
-            piece, dtype = self._piece(key, shard.tensor, shard.sizes)
+            self.world.shards.add((key, box))
+            piece, dtype = self._piece(key, shard.tensor, box)
             self.description.tensor(
                 path,
                 dtype,
                 shard.sizes,
                 self.description.stored(piece.key, piece.start, piece.stop),
                 offsets=shard.offsets,
-                global_shape=self._shapes[key],
+                global_shape=self.world.shapes[key],
             )
 
-    def _piece(
-        self, key: str, record: TensorRecord, sizes: Sequence[int] | None = None
-    ) -> tuple[Piece, str]:
+    def _piece(self, key: str, record: TensorRecord, box: _Box | None = None) -> tuple[Piece, str]:
         """Returns the place of a dense tensor's bytes, and its dtype.
 
         Args:
-            sizes: Of the part of a tensor that it is.
+            box: The part of a tensor that it is.
 
         Raises:
-            FormatError: The file is too short, or the entry contradicts itself.
+            FormatError: The file is too short, or the entry contradicts itself or others.
         """
+        shape = record.shape if box is None else box[1]
+        piece, dtype = self._find_piece(key, record, shape)
+        self.world.claim(piece, key, box)
+        return piece, dtype
+
+    def _find_piece(
+        self, key: str, record: TensorRecord, shape: tuple[int, ...]
+    ) -> tuple[Piece, str]:
         location = record.location
-        size = self._place.used[location].size
+        size = self.world.place.used[location].size
         name = record.dtype.removeprefix("torch.")
-        shape = record.shape if sizes is None else tuple(sizes)
         if name not in DTYPES or name == record.dtype or record.shape != shape:
             detail = f"{key!r:.200} is {record.dtype!r:.80} of shape {record.shape}, not {shape}"
             raise FormatError(key=METADATA_KEY, detail=detail)
@@ -468,17 +488,19 @@ class _RankDescriber:
 
     def _saved_piece(self, key: str, record: TensorRecord) -> tuple[Piece, str]:
         """``_piece`` for a tensor that was saved by ``torch.save``."""
-        saved = self._saved[record.location]
-        tensor = saved.state if isinstance(saved, SavedFile) else None
-        storage = None
-        if isinstance(saved, SavedFile) and type(tensor) is torch.Tensor:
-            storage = saved.ghosts.of(tensor)
-        if storage is None or not tensor.is_contiguous() or tensor.layout is not torch.strided:
+        saved = self.world.saved[record.location]
+        tensor: Any = saved.state if isinstance(saved, SavedFile) else None
+        if (
+            not isinstance(saved, SavedFile)
+            or type(tensor) is not torch.Tensor
+            or tensor.layout is not torch.strided
+            or not tensor.is_contiguous()
+            or (storage := saved.ghosts.of(tensor)) is None
+        ):
             raise UsageError(
                 f"{key!r}: a part of a tensor is in the file {record.location}, in a form that "
                 "cannot be read in place: convert the snapshot with torchsnapshot"
             ) from (saved if isinstance(saved, ActorSnapError) else None)
-        assert isinstance(saved, SavedFile)
         self._check_shape(key, record, tensor)
         start = int(tensor.storage_offset()) * tensor.dtype.itemsize
         stop = start + tensor.numel() * tensor.dtype.itemsize
@@ -489,13 +511,15 @@ class _RankDescriber:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Piece(record.location, begin + start, begin + stop), dtype
 
-    def _add_saved(self, path: str, record: TensorRecord | ObjectRecord) -> None:
+    def _add_saved(self, key: str, path: str, record: TensorRecord | ObjectRecord) -> None:
         """Adds an object, or a tensor of a dtype without a plain form. Else it stays a pickle."""
         description, location = self.description, record.location
         if record.serializer != "torch_save":
             detail = f"{path!r:.200} is serialized by {record.serializer!r:.80}"
             raise FormatError(key=METADATA_KEY, detail=f"{detail}: torchsnapshot never wrote that")
-        saved = self._saved[location]
+        size = self.world.place.used[location].size
+        self.world.claim(Piece(location, 0, size), key, None)
+        saved = self.world.saved[location]
         num_before = len(description.entries)
         try:
             if isinstance(saved, ActorSnapError):
@@ -513,7 +537,7 @@ class _RankDescriber:
         except UsageError as error:
             logger.info("%r stays a pickle: %s", path, error)
             del description.entries[num_before:]
-            stored = description.stored(location, 0, self._place.used[location].size)
+            stored = description.stored(location, 0, size)
             description.pickled(path, stored, replicated=record.replicated)
 
     def _check_shape(self, key: str, record: TensorRecord, found: object) -> None:
