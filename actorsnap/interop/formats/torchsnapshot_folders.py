@@ -8,26 +8,35 @@ more stay pickles, which only ``Options(allow_pickle=True)`` reads.
 
 from __future__ import annotations
 
-import struct
-from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from importlib import import_module
 from math import prod
-from typing import Annotated, Any, TypeAlias
+from typing import Any, TypeAlias
 from urllib.parse import unquote
 
-import msgspec
 import torch
 
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import ActorSnapError, FormatError, UsageError
 from actorsnap.format.layout import is_well_formed_key
-from actorsnap.format.manifest import MAX_RANKS
 from actorsnap.interop.formats.describing import Description
 from actorsnap.interop.formats.pickles import StateDescriber
 from actorsnap.interop.formats.torch_files import SavedFile, read_zip
+from actorsnap.interop.formats.torchsnapshot_records import (
+    METADATA_KEY,
+    ChunkedRecord,
+    DictRecord,
+    ListRecord,
+    Metadata,
+    OrderedDictRecord,
+    PickleRecord,
+    Record,
+    ShardedRecord,
+    TensorRecord,
+    ValueRecord,
+    parse_metadata,
+)
 from actorsnap.log import Log
 from actorsnap.state.tensors import DTYPES, QUANTIZED
 from actorsnap.state.tree import escape
@@ -36,136 +45,9 @@ from actorsnap.storage.joined import Piece
 
 logger = Log(__name__)
 
-METADATA_KEY = ".snapshot_metadata"
-
 _AT_ONCE = 16
 _JOINED = "joined"
 """Folder of the names of tensors in pieces; torchsnapshot has no such folder."""
-
-_Size = Annotated[int, msgspec.Meta(ge=0)]
-
-# What ``.snapshot_metadata`` holds
-
-
-class TensorRecord(msgspec.Struct, frozen=True, tag_field="type", tag="Tensor"):
-    """A tensor: bytes of a file (``buffer_protocol``), or a file of ``torch.save``."""
-
-    location: str
-    serializer: str
-    dtype: str
-    shape: tuple[_Size, ...]
-    replicated: bool = False
-    byte_range: tuple[_Size, _Size] | None = None
-
-
-class ShardRecord(msgspec.Struct, frozen=True):
-    offsets: tuple[_Size, ...]
-    sizes: tuple[_Size, ...]
-    tensor: TensorRecord
-
-
-class ShardedRecord(msgspec.Struct, frozen=True, tag_field="type", tag="ShardedTensor"):
-    """The shards that one rank saved. Nothing tells the shape of the whole."""
-
-    shards: tuple[ShardRecord, ...]
-
-
-class DTensorRecord(ShardedRecord, frozen=True, tag="DTensor"):
-    """Written by development versions only. Ranks may list equal shards."""
-
-
-class ChunkedRecord(msgspec.Struct, frozen=True, tag_field="type", tag="ChunkedTensor"):
-    """A large tensor, cut along its first dim."""
-
-    dtype: str
-    shape: tuple[_Size, ...]
-    chunks: tuple[ShardRecord, ...]
-    replicated: bool = False
-
-
-class ObjectRecord(msgspec.Struct, frozen=True, tag_field="type", tag="object"):
-    """Anything else: a file of ``torch.save``."""
-
-    location: str
-    serializer: str
-    obj_type: str = ""
-    replicated: bool = False
-
-
-class ListRecord(msgspec.Struct, frozen=True, tag_field="type", tag="list"):
-    """Its children are named by their positions."""
-
-
-class DictRecord(msgspec.Struct, frozen=True, tag_field="type", tag="dict"):
-    keys: tuple[bool | int | str, ...]
-
-
-class OrderedDictRecord(DictRecord, frozen=True, tag="OrderedDict"):
-    pass
-
-
-class ValueRecord(msgspec.Struct, frozen=True, tag_field="type"):
-    serialized_value: str
-    replicated: bool = False
-
-    @property
-    def value(self) -> Any:
-        """Raises ``ValueError`` if it is malformed."""
-        return self.serialized_value
-
-
-class StrRecord(ValueRecord, frozen=True, tag="str"):
-    pass
-
-
-class IntRecord(ValueRecord, frozen=True, tag="int"):
-    @property
-    def value(self) -> Any:
-        return int(self.serialized_value)
-
-
-class BoolRecord(ValueRecord, frozen=True, tag="bool"):
-    @property
-    def value(self) -> Any:
-        return {"True": True, "False": False}[self.serialized_value]
-
-
-class BytesRecord(ValueRecord, frozen=True, tag="bytes"):
-    @property
-    def value(self) -> Any:
-        return b64decode(self.serialized_value, validate=True)
-
-
-class FloatRecord(ValueRecord, frozen=True, tag="float"):
-    @property
-    def value(self) -> Any:
-        (value,) = struct.unpack("<d", b64decode(self.serialized_value, validate=True))
-        return value
-
-
-_Record: TypeAlias = (
-    TensorRecord
-    | ShardedRecord
-    | DTensorRecord
-    | ChunkedRecord
-    | ObjectRecord
-    | ListRecord
-    | DictRecord
-    | OrderedDictRecord
-    | StrRecord
-    | IntRecord
-    | BoolRecord
-    | BytesRecord
-    | FloatRecord
-)
-
-
-class Metadata(msgspec.Struct, frozen=True):
-    """``manifest``: by rank and path, ``"0/model/weight"``."""
-
-    world_size: Annotated[int, msgspec.Meta(ge=1, le=MAX_RANKS)]
-    manifest: dict[str, _Record]
-    version: str = ""
 
 
 async def read(place: Place) -> Foreign | None:
@@ -189,32 +71,6 @@ async def read(place: Place) -> Foreign | None:
     return await place.run_blocking(_describe, place, metadata, saved)
 
 
-def parse_metadata(data: bytes) -> Metadata:
-    """Raises FormatError: It is malformed, or has an entry of an unknown type."""
-    try:
-        # Every JSON text is said to be YAML. A parser of YAML refuses some, and is slow.
-        if data.lstrip()[:1] == b"{":
-            return msgspec.json.decode(data, type=Metadata)
-        return msgspec.convert(_parse_yaml(data), Metadata)
-    except (ValueError, RecursionError) as error:
-        raise FormatError(key=METADATA_KEY, detail=f"it is malformed: {error}"[:500]) from error
-
-
-def _parse_yaml(data: bytes) -> Any:
-    """Parses what torchsnapshot wrote before its release 0.1.0."""
-    try:
-        yaml: Any = import_module("yaml")
-    except ImportError as error:
-        raise UsageError(
-            f"{METADATA_KEY} is written in YAML, as before torchsnapshot 0.1.0: install PyYAML"
-        ) from error
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    try:
-        return yaml.load(data, Loader=loader)
-    except yaml.YAMLError as error:
-        raise ValueError(error) from error
-
-
 def _files_of(metadata: Metadata) -> dict[str, bool]:
     """Returns the files by location, and whether they are of ``torch.save``.
 
@@ -234,10 +90,10 @@ def _files_of(metadata: Metadata) -> dict[str, bool]:
     return files
 
 
-def _stored_in(record: _Record) -> Iterator[TensorRecord | ObjectRecord]:
+def _stored_in(record: Record) -> Iterator[TensorRecord | PickleRecord]:
     if isinstance(record, TensorRecord):
         yield record
-    elif isinstance(record, ObjectRecord):
+    elif isinstance(record, PickleRecord):
         if not _is_none(record):
             yield record
     elif isinstance(record, ShardedRecord):
@@ -246,7 +102,7 @@ def _stored_in(record: _Record) -> Iterator[TensorRecord | ObjectRecord]:
         yield from [chunk.tensor for chunk in record.chunks]
 
 
-def _is_none(record: ObjectRecord) -> bool:
+def _is_none(record: PickleRecord) -> bool:
     # A file each, and an optimizer has many: nothing is in there.
     return record.obj_type == "builtins.NoneType"
 
@@ -254,7 +110,7 @@ def _is_none(record: ObjectRecord) -> bool:
 def _describe(
     place: Place, metadata: Metadata, saved: Mapping[str, SavedFile | ActorSnapError]
 ) -> Foreign:
-    ranks: list[dict[str, _Record]] = [{} for _ in range(metadata.world_size)]
+    ranks: list[dict[str, Record]] = [{} for _ in range(metadata.world_size)]
     for key, record in metadata.manifest.items():
         rank, _, path = key.partition("/")
         if not (rank.isascii() and rank.isdecimal() and path):
@@ -273,7 +129,7 @@ def _describe(
     return Foreign(format="torchsnapshot", manifests=tuple(manifests), joined=world.joined)
 
 
-def _whole_shapes(ranks: Sequence[Mapping[str, _Record]]) -> dict[str, tuple[int, ...]]:
+def _whole_shapes(ranks: Sequence[Mapping[str, Record]]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of sharded tensors by path: up to where their last shards end."""
     shapes: dict[str, tuple[int, ...]] = {}
     for records in ranks:
@@ -333,7 +189,7 @@ class _RankDescriber:
 
     world: _World
     description: Description
-    records: Mapping[str, _Record]
+    records: Mapping[str, Record]
 
     def add_all(self) -> None:
         """Raises FormatError if the records make no tree, or contradict the files."""
@@ -371,14 +227,14 @@ class _RankDescriber:
             case ValueRecord():
                 try:
                     value = record.value
-                except (ValueError, KeyError, struct.error) as error:
+                except ValueError as error:
                     raise FormatError(
                         key=METADATA_KEY,
                         detail=f"{key!r:.200} is {record.serialized_value!r:.80}, which is no "
-                        f"{type(record).__struct_config__.tag}",
+                        f"{record.type}",
                     ) from error
                 self.description.value(path, value, replicated=record.replicated)
-            case ObjectRecord():
+            case PickleRecord():
                 if _is_none(record):
                     self.description.value(path, None, replicated=record.replicated)
                 else:
@@ -511,7 +367,7 @@ class _RankDescriber:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return Piece(record.location, begin + start, begin + stop), dtype
 
-    def _add_saved(self, key: str, path: str, record: TensorRecord | ObjectRecord) -> None:
+    def _add_saved(self, key: str, path: str, record: TensorRecord | PickleRecord) -> None:
         """Adds an object, or a tensor of a dtype without a plain form. Else it stays a pickle."""
         description, location = self.description, record.location
         if record.serializer != "torch_save":
