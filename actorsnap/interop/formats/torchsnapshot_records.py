@@ -139,7 +139,9 @@ class FloatRecord(ValueRecord, frozen=True, tag="float"):
         return data
 
 
-def value_record(value: object, *, replicated: bool) -> ValueRecord | None:
+def value_record(
+    value: object, *, replicated: bool
+) -> BoolRecord | IntRecord | StrRecord | BytesRecord | FloatRecord | None:
     """Returns None for a value that torchsnapshot pickles."""
     kind = type(value)
     if isinstance(value, bool) and kind is bool:
