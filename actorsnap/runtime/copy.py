@@ -258,6 +258,7 @@ class _Copy:
         job = Conversion(
             self.opened, self.target, self.copier, on_moved=note_moved, on_copied=note_copied
         )
+        await self._errands.run_blocking(job.plan)
         self._total_bytes = job.total_bytes
         await self._report_event(CopyEventKind.BEGUN)
         try:
