@@ -39,10 +39,9 @@ from actorsnap.runtime.comparison import Compared, compare, wanted_of
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import AppState, check_flag
 from actorsnap.runtime.partial_index import PartialIndex
-from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.rounds import Rounds, call_together
 from actorsnap.runtime.shared_reads import RestoreReads
-from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.runtime.team import Team, find_team
 from actorsnap.runtime.tracing import Observation, observe
 from actorsnap.state.restore.build import KeyRestore
