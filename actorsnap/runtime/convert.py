@@ -79,7 +79,7 @@ class Conversion:
         on_copied: Gets key and size of each complete object.
 
     Attributes:
-        total_bytes: Of all leaves in files.
+        total_bytes: Of all leaves; after ``plan``.
     """
 
     opened: OpenSource
@@ -99,24 +99,26 @@ class Conversion:
         self._fetcher = opened.fetcher(verify=False)
         self._stored: set[tuple[str, tuple[int, ...] | None]] = set()
         self._sizes: list[int] = []
-        self.total_bytes = sum(
-            [
-                entry.data.stop - entry.data.start
-                for manifest in self._manifests
-                for entry in manifest.entries
-                if isinstance(entry, TensorEntry | BytesEntry)
-            ]
-        )
+        self._ranks: list[tuple[RankManifest, Captured, list[_Origin]]] = []
+        self.total_bytes = 0
+
+    def plan(self) -> None:
+        """Finds what to store. Blocks."""
+        for manifest in self._manifests:
+            parts, origins = self._parts_of(manifest)
+            captured = Captured(parts=parts, optimizers=dict(manifest.optimizers or {}))
+            self.total_bytes += sum([leaf.item.nbytes for leaf in captured.leaves])
+            self._ranks.append((manifest, captured, origins))
 
     async def run(self) -> Commit:
-        """Returns the commit object to write.
+        """Returns the commit object to write; after ``plan``.
 
         Raises:
             SnapshotReplaced: The source has changed meanwhile.
             ActorSnapError: Reading or writing failed. The attempt's objects are to be deleted.
         """
-        for manifest in self._manifests:
-            await self._convert(manifest)
+        for manifest, captured, origins in self._ranks:
+            await self._convert(manifest, captured, origins)
         await check_stored(self.target, self.attempt, self._sizes)
         await self.opened.reader.check_replaced()
         return self._record.commit(attempt=self.attempt, created=utc(time.time()))
@@ -132,10 +134,10 @@ class Conversion:
             metadata=source.metadata,
         )
 
-    async def _convert(self, manifest: RankManifest) -> None:
+    async def _convert(
+        self, manifest: RankManifest, captured: Captured, origins: Sequence[_Origin]
+    ) -> None:
         """Writes the objects of a rank, then its manifest."""
-        parts, origins = await self._run_blocking(self._parts_of, manifest)
-        captured = Captured(parts=parts, optimizers=dict(manifest.optimizers or {}))
         items = [leaf.item for leaf in captured.leaves]
         budget = self.opened.host.resources.budget
         rules = rules_for(self._options, self.target.capabilities, budget.limit_bytes)

@@ -27,19 +27,25 @@ _IN_64 = 0xFFFFFFFF
 
 
 class Record(msgspec.Struct, frozen=True):
-    """A record: ``size`` bytes from ``start`` on. ``header`` is where its local header begins."""
+    """A record: ``size`` bytes from ``start`` on.
+
+    Attributes:
+        header: Where its local header begins.
+        packing: Why its bytes are not those in the file: ``"compressed"``; empty if they are.
+    """
 
     name: str
     header: int
     size: int
     start: int = -1
+    packing: str = ""
 
 
 async def read_directory(read: Read, size: int, key: str) -> list[Record]:
     """Returns the records of a zip file of ``size`` bytes, with ``start`` still unknown.
 
     Raises:
-        FormatError: It is no such zip file, truncated, or has compressed records.
+        FormatError: It is no such zip file, or truncated.
     """
     tail_start = max(0, size - _TAIL_BYTES)
     tail = await read(tail_start, size)
@@ -74,10 +80,8 @@ def _parse(directory: bytes, count: int, key: str) -> list[Record]:
     at = 0
     for _ in range(count):
         fields = _MEMBER.unpack_from(directory, at)
-        magic, _, _, flags, method, _, _, _, stored, size, name_len, extra_len, comment_len = (
-            fields[:13]
-        )
-        header = fields[-1]
+        magic, flags, method, header = fields[0], fields[3], fields[4], fields[-1]
+        stored, size, name_len, extra_len, comment_len = fields[8:13]
         if magic != b"PK\x01\x02":
             raise FormatError(key=key, detail="its zip directory is damaged")
         at += _MEMBER.size
@@ -85,16 +89,11 @@ def _parse(directory: bytes, count: int, key: str) -> list[Record]:
         extra = directory[at + name_len : at + name_len + extra_len]
         at += name_len + extra_len + comment_len
         size, stored, header = _wide(extra, size, stored, header)
-        if method or flags & 1 or stored != size:
-            what = "encrypted" if flags & 1 else "compressed"
-            raise FormatError(
-                key=key,
-                detail=f"the record {name!r:.200} is {what}: torch.save does not write that",
-            )
+        packing = "encrypted" if flags & 1 else "compressed" if method or stored != size else ""
         if name in names:
             raise FormatError(key=key, detail=f"two records have the name {name!r:.200}")
         names.add(name)
-        records.append(Record(name, header, size))
+        records.append(Record(name, header, size, packing=packing))
     return records
 
 
@@ -117,8 +116,11 @@ async def locate(read: Read, record: Record, file_size: int, key: str) -> Record
     """Returns a record with its ``start``, which only its local header tells.
 
     Raises:
-        FormatError: There is no such header, or the record is not in the file.
+        FormatError: There is no such header; the record is not in the file, or is packed.
     """
+    if record.packing:
+        detail = f"{record.name!r:.200} is {record.packing}: torch.save does not write that"
+        raise FormatError(key=key, detail=detail)
     header = record.header
     if not 0 <= header <= file_size - _LOCAL.size:
         raise FormatError(key=key, detail=f"{record.name!r:.200} is outside of the file")
