@@ -186,7 +186,9 @@ async def test_keys_that_torchsnapshot_loses(copied: Callable[[str], Path]) -> N
     assert list(found) == [True, "😀", "x" * 2000]
 
 
-async def test_replicas_of_shards_and_of_leaves(copied: Callable[[str], Path]) -> None:
+async def test_replicas_of_shards_and_of_leaves(
+    copied: Callable[[str], Path], tmp_path: Path
+) -> None:
     """Development versions list shards of DTensors by each holder, older ones all replicas."""
     folder = copied("ranks")
 
@@ -195,13 +197,19 @@ async def test_replicas_of_shards_and_of_leaves(copied: Callable[[str], Path]) -
             entry = entries[f"{number}/sharded/rows"]
             entry |= {"type": "DTensor", "mesh": [[0], [1]], "dim_map": [[0], [-1]]}
         again = json.loads(json.dumps(entries["0/sharded/rows"]["shards"]))
+        again[0]["tensor"] |= {"location": "1/again", "byte_range": None}
         entries["1/sharded/rows"]["shards"] += again
         entries["1/shared/replicated"] = entries["0/shared/replicated"]
         entries["1/shared/replicated_large"] = entries["0/shared/replicated_large"]
 
     change_metadata(folder, add)
+    (folder / "1" / "again").write_bytes(make_table()[:2].numpy().tobytes())
     snapshot = Snapshot(folder)
-    assert torch.equal(await snapshot.read_object("1/sharded/rows"), make_table())
+    for rank in range(2):
+        assert torch.equal(await snapshot.read_object(f"{rank}/sharded/rows"), make_table())
+    await snapshot.copy_to(tmp_path / "copy")
+    found = await Snapshot(tmp_path / "copy").read_object("1/sharded/rows")
+    assert torch.equal(found, make_table())
     found = await snapshot.read_object("1/shared")
     assert is_equal({name: found[name] for name in make_shared(1)}, make_shared(1))
 

@@ -18,7 +18,7 @@ from tests.worlds import Rank, World
 __all__ = ["direct"]
 
 
-def _work(me: Rank, path: str, mode: str) -> None:
+def _work(me: Rank, path: str, mode: str) -> dict[str, Any]:
     me.join_gloo()
     mesh = init_device_mesh("cpu", (me.world,))
     zeros = torch.zeros(7, 5)
@@ -30,22 +30,21 @@ def _work(me: Rank, path: str, mode: str) -> None:
     snapshot = Snapshot(path, options=Options(read_mode=mode, timeout_s=60, lost_after_s=10))
     report = snapshot.restore({"sharded": sharded, "shared": shared}, strict=False)
     table = make_table()
-    me.say(
-        {
-            "sharded": [torch.equal(sharded[name].full_tensor(), table) for name in sharded],
-            "shared": {
-                name: value.tolist() if isinstance(value, torch.Tensor) else str(value)
-                for name, value in shared.items()
-            },
-            "missing": sorted(report.missing),
-        }
-    )
+    found = {
+        "sharded": [torch.equal(sharded[name].full_tensor(), table) for name in sharded],
+        "shared": {
+            name: value.tolist() if isinstance(value, torch.Tensor) else str(value)
+            for name, value in shared.items()
+        },
+        "missing": sorted(report.missing),
+    }
     dist.destroy_process_group()
+    return found
 
 
 def direct(num_ranks: int, **arguments: Any) -> list[Any]:
     world = World(num_ranks, functools.partial(_work, **arguments))
     try:
-        return [rank.hear() for rank in world.ranks]
+        return world.results()
     finally:
         world.end()

@@ -61,6 +61,11 @@ def globs(me: Rank, folder: str) -> None:
     assert replicated_in(snapshot) == ["0/s/foo"]
     snapshot = Snapshot.take(f"{folder}/s", {"s": state}, replicated=["**"])
     assert replicated_in(snapshot) == ["0/s/bar", "0/s/foo", "0/s/qux/a"]
+    state[f"only{me.rank}"] = torch.ones(1)
+    snapshot = Snapshot.take(f"{folder}/s", {"s": state}, replicated=["**"])
+    manifest = snapshot.get_manifest()
+    assert {path for path in manifest if "only" in path} == {"0/s/only0", "0/s/only1"}
+    assert torch.equal(snapshot.read_object("0/s/only1"), torch.ones(1))
 
 
 def subgroup(me: Rank, folder: str) -> None:
@@ -84,13 +89,12 @@ def subgroup(me: Rank, folder: str) -> None:
 def _work(me: Rank, name: str, folder: str) -> None:
     me.join_gloo()
     globals()[name](me, folder)
-    me.say("done")
     dist.destroy_process_group()
 
 
 def direct(num_ranks: int, **arguments: Any) -> list[Any]:
     world = World(num_ranks, functools.partial(_work, **arguments))
     try:
-        return [rank.hear() for rank in world.ranks]
+        return world.results()
     finally:
         world.end()

@@ -157,7 +157,6 @@ class _World:
     Attributes:
         saved: The files of ``torch.save``, or why they cannot be read.
         shapes: Of sharded tensors, by path.
-        shards: Those that were added, by path and box.
         owners: Path and box of the bytes of files.
         joined: See ``Foreign``.
     """
@@ -165,7 +164,6 @@ class _World:
     place: Place
     saved: Mapping[str, SavedFile | ActorSnapError]
     shapes: Mapping[str, tuple[int, ...]]
-    shards: set[tuple[str, _Box]] = field(default_factory=set)
     owners: dict[Piece, tuple[str, _Box | None]] = field(default_factory=dict)
     joined: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
 
@@ -290,9 +288,6 @@ class _RankDescriber:
     def _add_shards(self, key: str, path: str, record: ShardedRecord) -> None:
         for shard in record.shards:
             box = shard.offsets, shard.sizes
-            if (key, box) in self.world.shards:
-                continue  # ranks hold it in common
-            self.world.shards.add((key, box))
             piece, dtype = self._piece(key, shard.tensor, box)
             self.description.tensor(
                 path,
