@@ -77,8 +77,13 @@ class Compared:
 
 
 def wanted_of(app_state: AppState, states: Mapping[str, Any]) -> Wants:
-    """Returns what a comparison may want of a snapshot."""
+    """Returns what a comparison may want of a snapshot.
+
+    Of a distributed tensor without elements on this rank that is nothing. Ranks that have some
+    compare its dtype and shape.
+    """
     interests: dict[str, Interest] = {}
+    unheld: set[str] = set()
     boxes: dict[str, tuple[Box, ...]] = {}
     describer = Describer()
     for key, state in states.items():
@@ -90,9 +95,15 @@ def wanted_of(app_state: AppState, states: Mapping[str, Any]) -> Wants:
             if is_distributed(value):
                 sharding = describer.describe(value)
                 pieces = sharding.pieces if isinstance(sharding, Sharding) else ()
-                boxes[path] = tuple([piece.box for piece in pieces])
+                held = [piece.box for piece in pieces if not piece.box.is_empty]
+                if held or not isinstance(sharding, Sharding) or not value.numel() or value.is_meta:
+                    boxes[path] = tuple([piece.box for piece in pieces])
+                else:
+                    unheld.add(path)
 
     def names(path: str) -> bool:
+        if path in unheld:
+            return False
         interest = interests.get(path.partition("/")[0].partition("@")[0])
         return interest is not None and interest.wants(path)
 

@@ -10,16 +10,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from actorsnap import cli
+from actorsnap import StateDict, cli
 from actorsnap.errors import ChecksumMismatch, FormatError, UsageError
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.format.owners import owners_key
 from actorsnap.options import Options
 from actorsnap.planning.survey import Survey
-from actorsnap.runtime import manifests, partial_index, reading
+from actorsnap.runtime import manifests, partial_index
+from actorsnap.state.restore import reads
 from actorsnap.sync import Snapshot
 from tests.support.many import ATTEMPT, Many
 
@@ -31,7 +33,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each manifest were large."""
     monkeypatch.setattr(manifests, "BATCH_BYTES", 1)
     monkeypatch.setattr(partial_index, "FEW_RANKS", 1)
-    monkeypatch.setattr(reading, "_MAX_SHARDS", 24)
+    monkeypatch.setattr(reads, "MAX_PLANNED_READS", 24)
     batches = Survey.batches
     monkeypatch.setattr(Survey, "batches", lambda survey: batches(survey, 1))
 
@@ -142,14 +144,23 @@ def test_ranks_that_are_alike_are_shown_once(tmp_path: Path) -> None:
     assert same.stdout == f"equal: {12 * 9} leaves\n"
 
 
-@pytest.mark.parametrize("tool", ["verify", "read_object"])
+@pytest.mark.parametrize("tool", ["verify", "read_object", "restore", "get_state_dict_for_key"])
 def test_memory_does_not_grow_with_ranks_times_tensors(
     tmp_path: Path, tool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "BATCH_BYTES", 1)
+    monkeypatch.setattr(reads, "MAX_PLANNED_READS", 256)
     many = Many("fsdp", 96, 200)
     snapshot = Snapshot(many.write(tmp_path, has_data=False), options=Options(verify=False))
-    call = snapshot.verify if tool == "verify" else lambda: snapshot.read_object(many.paths[7])
+    names = [path.removeprefix("model/") for path in many.paths]
+    state = {"model": StateDict({name: torch.empty(many.shape) for name in names})}
+    calls: dict[str, Callable[[], object]] = {
+        "verify": snapshot.verify,
+        "read_object": lambda: snapshot.read_object(many.paths[7]),
+        "restore": lambda: snapshot.restore(state),
+        "get_state_dict_for_key": lambda: snapshot.get_state_dict_for_key("model"),
+    }
+    call = calls[tool]
     tracemalloc.start()
     try:
         call()
