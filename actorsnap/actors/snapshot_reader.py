@@ -19,7 +19,6 @@ from actorsnap.errors import (
     SnapshotReplaced,
     StorageError,
 )
-from actorsnap.format.checksum import crc32c
 from actorsnap.format.foreign import HEAD_BYTES, attempts_in, recognize, recognize_file
 from actorsnap.format.layout import manifest_key, manifest_prefix
 from actorsnap.format.manifest import (
@@ -28,7 +27,6 @@ from actorsnap.format.manifest import (
     Commit,
     CompositeEntry,
     Entry,
-    ManifestRecord,
     RankManifest,
     ViewEntry,
     decode_commit,
@@ -37,7 +35,6 @@ from actorsnap.format.owners import Owners, decode_owners, owners_key
 from actorsnap.format.tables import (
     PREFIX_BYTES,
     ManifestTable,
-    decode_lone_rank_manifest,
     decode_rank_manifest,
     decode_table,
     world_size_of,
@@ -255,7 +252,7 @@ class SnapshotReader:
         def decode(data: bytes, key: str) -> RankManifest:
             return decode_rank_manifest(data, key, record, wants)
 
-        return await self._read_manifest(manifest_key(commit.attempt, rank), decode)
+        return await self.use_manifest(manifest_key(commit.attempt, rank), decode)
 
     async def entries(
         self, commit: Commit, rank: int, paths: Iterable[str], *, with_containers: bool = False
@@ -320,20 +317,6 @@ class SnapshotReader:
                 self._are_short = True
         return await self.storage.get(key)
 
-    async def recorded_manifest(
-        self, commit: Commit, rank: int
-    ) -> tuple[RankManifest, ManifestRecord]:
-        """Reads a rank manifest and its size and checksum; raises as ``manifest``."""
-        if self.foreign is not None:
-            return self.foreign.manifests[rank], ManifestRecord(key="", size=0, crc32c=0)
-        key, record = manifest_key(commit.attempt, rank), commit.record(rank)
-
-        def decode(data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
-            found = record or ManifestRecord(key=key, size=len(data), crc32c=crc32c(data))
-            return decode_rank_manifest(data, key, record), found
-
-        return await self._read_manifest(key, decode)
-
     async def owners(self, commit: Commit) -> tuple[Owners, bytes] | None:
         """Reads the owner index, and its bytes; None if the snapshot has none.
 
@@ -354,14 +337,27 @@ class SnapshotReader:
         with missing_is_damage(key, "owner index"):
             return await read_intact(self.storage, read)
 
-    async def lone_manifest(self, key: str) -> tuple[RankManifest, ManifestRecord]:
-        """Reads a rank manifest without a commit object; raises as ``manifest``."""
-        return await self._read_manifest(key, decode_lone_rank_manifest)
+    async def use_manifest(
+        self,
+        key: str,
+        use: Callable[[bytes, str], T],
+        run: Callable[[Callable[[], T]], Awaitable[T]] | None = None,
+    ) -> T:
+        """Reads a rank manifest; returns what ``use`` makes of its bytes and key.
 
-    async def _read_manifest(self, key: str, decode: Callable[[bytes, str], T]) -> T:
+        Over a network, a ``ChecksumMismatch`` of ``use`` leads to a second read and call.
+
+        Args:
+            run: Runs the call; None: on a worker thread.
+
+        Raises:
+            ChecksumMismatch: The manifest is missing.
+        """
+        run = run or self.run_blocking
+
         async def read() -> T:
             data = await self.storage.get(key)
-            return await self.run_blocking(decode, data, key)
+            return await run(partial(use, data, key))
 
         with missing_is_damage(key, "rank manifest"):
             return await read_intact(self.storage, read)

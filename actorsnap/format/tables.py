@@ -268,8 +268,11 @@ def _has_containers(entries: Iterable[Entry]) -> bool:
 
 
 def _hashes_of(paths: Iterable[str]) -> tuple[int, ...]:
-    # A path that a user types may have surrogates; those of a manifest have none.
-    return tuple([crc32c(path.encode("utf-8", "surrogatepass")) for path in paths])
+    paths = list(paths)
+    try:
+        return tuple(map(crc32c, map(str.encode, paths)))
+    except UnicodeEncodeError:  # typed by a user: those of a manifest have no surrogates
+        return tuple([crc32c(path.encode("utf-8", "surrogatepass")) for path in paths])
 
 
 def encode_rank_manifest(manifest: RankManifest) -> bytes:
@@ -477,10 +480,9 @@ def _check_each(
     has_checksums: bool = True,
 ) -> None:
     of_type = _by_type(entries)
-    tensors: list[TensorEntry] = of_type.get(TensorEntry, [])
-    _check_stored(tensors, extents, key, has_checksums)
-    _check_stored(of_type.get(BytesEntry, []), extents, key, has_checksums)
-    _check_tensors(tensors, key)
+    _check_tensors(of_type.get(TensorEntry, []), extents, key, has_checksums)
+    for entry in of_type.get(BytesEntry, []):
+        _check_stored(entry, extents, key, has_checksums)
     for view in of_type.get(ViewEntry, []):
         if len(view.shape) != len(view.strides) or _volume(view.shape) > MAX_BYTES:
             fail(key, f"{view.path!r}: invalid strides {view.strides} for shape {view.shape}")
@@ -496,6 +498,8 @@ def _check_together(entries: Sequence[Entry], key: str) -> None:
     boxes: frozenset[str] = frozenset()
     if len({entry.path for entry in entries}) != len(entries):
         boxes = _paths_of_boxes(entries, key)
+    if {ViewEntry, CompositeEntry}.isdisjoint(map(type, entries)):
+        return
     of_type = _by_type(entries)
     tensors: list[TensorEntry] = of_type.get(TensorEntry, [])
     views: list[ViewEntry] = of_type.get(ViewEntry, [])
@@ -591,45 +595,71 @@ def _check_chunks(record: ObjectRecord, key: str) -> tuple[int, int]:
 
 
 def _check_stored(
-    entries: Sequence[TensorEntry] | Sequence[BytesEntry],
+    entry: TensorEntry | BytesEntry,
     extents: Sequence[tuple[int, int]],
     key: str,
     has_checksums: bool,
 ) -> None:
-    """Checks that byte ranges are in their object's data, and have one checksum per block."""
-    num_objects = len(extents)
+    """Checks that a byte range is in its object's data, and has one checksum per block."""
+    data = entry.data
+    start, stop = data.start, data.stop
+    if data.object >= len(extents):
+        fail(key, f"{entry.path!r} is in object {data.object} of {len(extents)}")
+    first, last = extents[data.object]
+    if not first <= start <= stop <= last:
+        fail(key, f"{entry.path!r} is at [{start}, {stop}), not in [{first}, {last})")
+    if has_checksums and not is_block_count(stop - start, len(data.crc32c)):
+        fail(key, f"{entry.path!r} of {stop - start} bytes has {len(data.crc32c)} checksums")
+
+
+def _check_tensors(
+    entries: Sequence[TensorEntry],
+    extents: Sequence[tuple[int, int]],
+    key: str,
+    has_checksums: bool,
+) -> None:
+    """``_check_tensor`` for each: most are like others, except for where they are stored."""
+    seen: set[object] = set()
+    latest: object = None
+    first = last = 0
     for entry in entries:
         data = entry.data
-        start = data.start
-        stop = data.stop
-        if data.object >= num_objects:
-            fail(key, f"{entry.path!r} is in object {data.object} of {num_objects}")
-        first, last = extents[data.object]
+        start, stop = data.start, data.stop
+        kind = (
+            data.object,
+            stop - start,
+            len(data.crc32c),
+            entry.dtype,
+            entry.shape,
+            entry.offsets,
+            entry.global_shape,
+            entry.memory_format,
+        )
+        if kind != latest:  # quicker than a hash, and neighbours are often alike
+            if kind not in seen:
+                _check_tensor(entry, extents, key, has_checksums)
+                seen.add(kind)
+            latest = kind
+            first, last = extents[data.object]
         if not first <= start <= stop <= last:
-            fail(key, f"{entry.path!r} is at [{start}, {stop}), not in [{first}, {last})")
-        if has_checksums and not is_block_count(stop - start, len(data.crc32c)):
-            fail(key, f"{entry.path!r} of {stop - start} bytes has {len(data.crc32c)} checksums")
+            _check_stored(entry, extents, key, has_checksums)
 
 
-def _check_tensors(entries: Sequence[TensorEntry], key: str) -> None:
-    """Checks that sizes fit dtype and shape, and that shards are in their tensor."""
-    seen: set[object] = set()
-    for entry in entries:
-        shape = entry.shape
-        num_bytes = entry.data.stop - entry.data.start
-        # Most tensors of a model are like others.
-        kind = num_bytes, entry.dtype, shape, entry.offsets, entry.global_shape, entry.memory_format
-        if kind in seen:
-            continue
-        seen.add(kind)
-        itemsize = dtype_itemsize(entry.dtype)
-        volume = _volume(shape)
-        if volume > MAX_BYTES or (itemsize is not None and volume * itemsize != num_bytes):
-            fail(key, f"{entry.path!r} of {num_bytes} bytes is not {entry.dtype:.80} {shape}")
-        if entry.offsets is not None or entry.global_shape is not None:
-            _check_shard(entry, key)
-        if entry.memory_format and _MEMORY_FORMAT_DIMS[entry.memory_format] != len(shape):
-            fail(key, f"{entry.path!r} of shape {shape} is not {entry.memory_format}")
+def _check_tensor(
+    entry: TensorEntry, extents: Sequence[tuple[int, int]], key: str, has_checksums: bool
+) -> None:
+    """Checks where a tensor is stored, and that dtype, shape and offsets are possible."""
+    _check_stored(entry, extents, key, has_checksums)
+    shape = entry.shape
+    num_bytes = entry.data.stop - entry.data.start
+    itemsize = dtype_itemsize(entry.dtype)
+    volume = _volume(shape)
+    if volume > MAX_BYTES or (itemsize is not None and volume * itemsize != num_bytes):
+        fail(key, f"{entry.path!r} of {num_bytes} bytes is not {entry.dtype:.80} {shape}")
+    if entry.offsets is not None or entry.global_shape is not None:
+        _check_shard(entry, key)
+    if entry.memory_format and _MEMORY_FORMAT_DIMS[entry.memory_format] != len(shape):
+        fail(key, f"{entry.path!r} of shape {shape} is not {entry.memory_format}")
 
 
 def _check_shard(entry: TensorEntry, key: str) -> None:

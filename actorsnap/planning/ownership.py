@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cached_property, lru_cache
 from itertools import chain, product
 from math import prod
 from typing import TypeAlias
@@ -43,6 +43,7 @@ from actorsnap.planning.packing import (
     canonical,
     written_items,
 )
+from actorsnap.planning.survey import Holdings, holdings_of
 
 Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]] | None
 """Offsets and sizes of a shard; None for an entry without."""
@@ -252,38 +253,72 @@ class OwnerIndex:
                 return _contradiction(rank, path, None, is_lacking=False)
         return None
 
-    def stored_by(self, rank: int) -> set[tuple[str, Box | None]]:
-        """Returns all that the rank's manifest must have: paths, and boxes of shards."""
-        found: set[tuple[str, Box | None]] = set()
-        held: dict[tuple[int, tuple[int, ...]], list[Box]] = {}
-        for path, (shape, regions) in self._placed.items():
+    def difference(self, manifest: RankManifest, holdings: Holdings | None = None) -> str | None:
+        """Returns how a rank manifest contradicts the index; None if it does not.
+
+        Args:
+            holdings: Those of the manifest, if known.
+        """
+        held, rank = holdings or holdings_of(manifest), manifest.rank
+        expected = self._stored_by(rank)
+        found: dict[_Place, Set[str]] = {None: frozenset(held.others)}
+        for (offsets, sizes, *_), paths in held.shards.items():
+            _join(found, (offsets, sizes), frozenset(paths))
+        lacking: list[tuple[str, _Place]] = []
+        more: list[tuple[str, _Place]] = []
+        for at in expected.keys() | found.keys():
+            ours, theirs = expected.get(at, frozenset()), found.get(at, frozenset())
+            if ours != theirs:
+                lacking += [(path, at) for path in ours - theirs]
+                # Parts of private leaves are in the manifest of the leaf.
+                more += [(path, at) for path in theirs - ours if at or "@" not in path]
+        if not lacking and not more:
+            return None
+        path, at = min(lacking or more, key=lambda each: each[0])
+        box = None if at is None else Box(*at)
+        return _contradiction(rank, path, box, is_lacking=bool(lacking))
+
+    def _stored_by(self, rank: int) -> dict[_Place, Set[str]]:
+        """Returns the paths that the rank's manifest must have, by the box that it stored."""
+        found: dict[_Place, Set[str]] = {}
+        for regions, shape, paths in self._placed_alike:
             for region in regions:
                 layout = self._layouts[region.layout]
                 at = layout.mesh.position(rank)
-                if at is None or not _whole(region, layout).contains(Box(at, (1,) * len(at))):
-                    continue
-                if (region.layout, shape) not in held:
-                    held[region.layout, shape] = held_boxes(layout, shape, at)
-                boxes = held[region.layout, shape]
-                found.update([(path, box) for box in _parts(boxes, region)])
+                if at is not None and _whole(region, layout).contains(Box(at, (1,) * len(at))):
+                    for box in _parts(held_boxes(layout, shape, at), region):
+                        _join(found, (box.offsets, box.sizes), paths)
         for path, listed in self._listed.items():
-            found.update([(path, box) for box in listed.by_rank.get(rank, ())])
-        for kept in (*self._owners.common, *self._owners.private):
-            if any(grid.position(rank) is not None for grid in kept.ranks):
-                found.update([(path, None) for path in kept.paths])
+            for box in listed.by_rank.get(rank, ()):
+                _join(found, (box.offsets, box.sizes), {path})
+        for grids, paths in self._kept_alike:
+            if any(grid.position(rank) is not None for grid in grids):
+                _join(found, None, paths)
         return found
 
-    def difference(self, manifest: RankManifest) -> str | None:
-        """Returns how a rank manifest contradicts the index; None if it does not."""
-        expected, found = self.stored_by(manifest.rank), set(map(_place_of, manifest.entries))
-        found = {place for place in found if place[0]}
-        # Parts of private leaves are in the manifest of the leaf.
-        lacking = expected - found
-        more = {(path, box) for path, box in found - expected if box is not None or "@" not in path}
-        if not lacking and not more:
-            return None
-        path, box = min(lacking or more, key=lambda place: place[0])
-        return _contradiction(manifest.rank, path, box, is_lacking=bool(lacking))
+    @cached_property
+    def _placed_alike(self) -> list[tuple[Sequence[Holders], tuple[int, ...], frozenset[str]]]:
+        """Tensors with the same regions and shape."""
+        found: list[tuple[Sequence[Holders], tuple[int, ...], frozenset[str]]] = []
+        for placed in self._owners.placed:
+            by_shape: dict[tuple[int, ...], list[str]] = {}
+            for tensor in placed.tensors:
+                by_shape.setdefault(tensor.shape, []).append(tensor.path)
+            found += [(placed.regions, shape, frozenset(p)) for shape, p in by_shape.items()]
+        return found
+
+    @cached_property
+    def _kept_alike(self) -> list[tuple[Sequence[Grid], frozenset[str]]]:
+        kept = (*self._owners.common, *self._owners.private)
+        return [(each.ranks, frozenset(each.paths)) for each in kept]
+
+
+_Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Offsets and sizes of a box; None: an entry without one."""
+
+
+def _join(found: dict[_Place, Set[str]], place: _Place, paths: Set[str]) -> None:
+    found[place] = found[place] | paths if place in found else paths
 
 
 def _contradiction(rank: int, path: str, box: Box | None, *, is_lacking: bool) -> str:

@@ -11,7 +11,7 @@ from actorsnap.actors.budget import Budget
 from actorsnap.actors.fetcher import RangeRequest
 from actorsnap.errors import UsageError, did_you_mean
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
-from actorsnap.format.manifest import Commit, Entry, ManifestRecord, RankManifest
+from actorsnap.format.manifest import Commit, Entry, RankManifest
 from actorsnap.log import Log
 from actorsnap.planning.index import (
     Index,
@@ -21,7 +21,7 @@ from actorsnap.planning.index import (
     named_ranks,
 )
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.manifests import ManifestStream, in_turn, index_progress
+from actorsnap.runtime.manifests import ManifestStream, Turns, index_progress
 from actorsnap.runtime.partial_index import FEW_RANKS, PartialIndex
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.runtime.tracing import Observation
@@ -30,6 +30,7 @@ from actorsnap.state.restore.build import KeyRestore, prepare, read_one, resolve
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.restore.reads import Reads
 from actorsnap.state.tree import escape
+from actorsnap.storage.base import for_each
 
 logger = Log(__name__)
 
@@ -64,11 +65,8 @@ def each_manifest(
         if rank is not None and not 0 <= rank < commit.world_size:
             raise UsageError(f"the snapshot has the ranks 0 to {commit.world_size - 1}, not {rank}")
 
-        async def read(each: int) -> tuple[RankManifest, ManifestRecord]:
-            return await reader.recorded_manifest(commit, each)
-
         ranks = range(commit.world_size) if rank is None else (rank,)
-        stream = ManifestStream(ranks, read, opened.errands.run_blocking)
+        stream = ManifestStream(reader, commit.attempt, commit, ranks)
         note = index_progress(len(ranks), progress)
         if commit.world_size <= FEW_RANKS:
             await stream.each(lambda manifest: None)  # raises before the first look
@@ -120,7 +118,11 @@ def each_pair(
                         "`actorsnap cp` makes a snapshot of it"
                     )
 
-            async def read(rank: int) -> list[Any]:
+            ranks = sorted(range(max(commit.world_size for commit in commits)), key=str)
+            turns = Turns(one.errands.run_blocking)
+
+            async def perform(turn: int) -> None:
+                rank = ranks[turn]
                 found: list[Any] = [rank]
                 for opened, commit in zip((one, other), commits, strict=True):
                     with opened.source.naming():
@@ -129,13 +131,10 @@ def each_pair(
                             if rank < commit.world_size
                             else None
                         )
-                return found
+                await turns.run(turn, partial(take, *found))
 
-            async def use(found: list[Any]) -> None:
-                await one.errands.run_blocking(take, *found)
-
-            ranks = sorted(range(max(commit.world_size for commit in commits)), key=str)
-            await one.errands.run(in_turn, ranks, read, use)
+            each = partial(for_each, range(len(ranks)), perform, at_once=MAX_SMALL_READS)
+            await one.errands.run(each)
 
     yield step
 

@@ -657,6 +657,19 @@ def test_other_entries_of_one_path_are_format_errors(change: dict[str, Any]) -> 
             decode_each(shards_of_one_path(*order))
 
 
+@pytest.mark.parametrize("start", [4064, 4176, 4096 + (1 << 40)])
+@pytest.mark.parametrize("between", [None, "int64"])
+def test_a_tensor_like_another_one_is_checked_too(start: int, between: str | None) -> None:
+    alike = {"offsets": None, "global_shape": None}
+    changes: list[dict[str, Any]] = [alike | {"path": "model/p"}]
+    if between is not None:
+        changes.append(alike | {"path": "model/q", "dtype": between, "shape": [4]})
+    good = alike | {"path": "model/r"}
+    decode_each(shards_of_one_path(*changes, good))
+    with pytest.raises(FormatError, match="model/r"):
+        decode_each(shards_of_one_path(*changes, good | {"data": [0, start, start + 32, [11]]}))
+
+
 def test_no_view_is_one_of_several_shards() -> None:
     document = shards_of_one_path({}, {"offsets": [2, 0]})
     view = {"kind": "view", "path": "model/z", "of": "model/box", "dtype": "float32"}

@@ -184,7 +184,10 @@ def test_a_mesh_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
     for module, name in ((actorsnap.state.distributed, "_mesh_ranks"), (capturing, "ranks_digest")):
         monkeypatch.setattr(module, name, counting(getattr(module, name)))
-    app_state = {"model": StateDict(enumerate(parameters)), "optimizer": optimizer}
+    app_state = {
+        "model": StateDict(**{str(n): p for n, p in enumerate(parameters)}),
+        "optimizer": optimizer,
+    }
     captured = capture(app_state, ranks=range(6), rank=2)
     assert len(captured.sharded) == 40
     assert {each.num_ranks for each in captured.sharded} == {6}
