@@ -28,6 +28,7 @@ from rich.markup import escape as quote
 
 from actorsnap import cli_output as output
 from actorsnap import cli_roots
+from actorsnap.actors.formats import NOT_OURS, format_of
 from actorsnap.cli_calls import (
     JsonOption,
     PathArgument,
@@ -200,16 +201,16 @@ def verify(
             report = run(verification.verify(source, level=level, progress=update))
         if as_json:
             problems = [str(problem) for problem in report.problems]
-            output.print_json({"state": "ok" if report.ok else "damaged", "problems": problems})
+            state = "ok" if report.ok else "damaged"
+            output.print_json(
+                {"state": state, "has_checksums": report.has_checksums, "problems": problems}
+            )
             raise typer.Exit(0 if report.ok else 1)
         for problem in report.problems:
             err.print(f"[red]damaged[/] {quote(output.visible(str(problem)))}")
         if not report.ok:
             raise typer.Exit(1)
-        checked = f", {output.size_text(report.nbytes)} compared with checksums" if full else ""
-        output.write_lines(
-            [f"ok: {output.count_of(report.num_objects, 'data object', 'data objects')}{checked}"]
-        )
+        output.write_lines([f"ok: {', '.join(output.checked_text(report, full=full))}"])
 
 
 @app.command()
@@ -463,6 +464,11 @@ def _what_to_delete(source: Source, path: str) -> str:
         commit = run(reading.each_manifest(source, lambda _, manifest: objects.add(manifest)))
     except ChecksumMismatch:
         return f"the damaged snapshot {path}"
+    if commit.version == NOT_OURS:
+        raise UsageError(
+            f"{path} is no snapshot: another program wrote it ({format_of(commit)}), and rm "
+            "deletes only snapshots"
+        )
     size = output.size_text(objects.nbytes)
     return f"the snapshot {path} ({size}, created {commit.created})"
 

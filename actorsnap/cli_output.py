@@ -16,6 +16,7 @@ from typing import Any, Self
 
 import msgspec
 
+from actorsnap.actors.formats import format_of
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -31,6 +32,7 @@ from actorsnap.format.manifest import (
     is_same_content,
 )
 from actorsnap.planning.index import named_entries
+from actorsnap.runtime.verify import VerifyReport
 from actorsnap.state.objects import decode_inline
 from actorsnap.state.tensors import bytes_of
 from actorsnap.state.tree import flatten, parent_of, unflatten
@@ -306,6 +308,15 @@ class JsonManifests:
         self._list.end("\n}\n", "  ")
 
 
+def checked_text(report: VerifyReport, *, full: bool) -> list[str]:
+    """Returns what a verification without problems has checked, for a line."""
+    objects = count_of(report.num_objects, "data object", "data objects")
+    if not report.has_checksums:
+        what = "every byte can be read" if full else "sizes and ranges are right"
+        return [objects, f"{what}; this format has no checksums: there is nothing to compare with"]
+    return [objects, f"{size_text(report.nbytes)} compared with checksums"] if full else [objects]
+
+
 def _fields(of: object, *names: str) -> dict[str, Any]:
     return {name: getattr(of, name) for name in names}
 
@@ -343,7 +354,7 @@ def overview(path: str, commit: Commit, objects: DataObjects) -> Iterator[str]:
     stored = sum(size for record in objects.records for _, size in record.stored)
     if stored != total:
         yield f"compressed to {size_text(stored)}, {stored / total:.0%}"
-    yield f"created {commit.created}, world size {commit.world_size}, format {commit.version}"
+    yield f"created {commit.created}, world size {commit.world_size}, {format_of(commit)}"
     if not commit.fsync:
         yield "written with fsync=False: may not have survived a power loss"
     if commit.step is not None:

@@ -347,9 +347,7 @@ def _check(
     if problems:
         more = [f"and {len(problems) - 1} more"] if len(problems) > 1 else []
         return _Checked(name, "damaged", [problems[0], *more], problems)
-    objects = output.count_of(report.num_objects, "data object", "data objects")
-    compared = [f"{output.size_text(report.nbytes)} compared with checksums"] if full else []
-    return _Checked(name, "ok", [objects, *compared])
+    return _Checked(name, "ok", output.checked_text(report, full=full))
 
 
 # Judging

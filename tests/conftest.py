@@ -46,7 +46,7 @@ CLOCKLESS = ("actors", "format", "planning", "protocol", "state")
 """Folders whose tests start no process and wait for no second: these never run twice."""
 
 
-PUBLIC = ("api", "cloud", "test_golden.py")
+PUBLIC = ("api", "cloud", "formats", "test_golden.py")
 """Tests of the public API, which is asyncio's."""
 
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
+from actorsnap.actors.formats import MAX_LISTED, OpenForeign, Place, open_foreign
 from actorsnap.errors import (
+    ActorSnapError,
     ChecksumMismatch,
     FormatError,
     NotASnapshot,
@@ -17,7 +19,7 @@ from actorsnap.errors import (
     SnapshotReplaced,
     StorageError,
 )
-from actorsnap.format.foreign import attempts_in, recognize, recognize_file
+from actorsnap.format.foreign import HEAD_BYTES, attempts_in, recognize, recognize_file
 from actorsnap.format.layout import manifest_key, manifest_prefix
 from actorsnap.format.manifest import (
     COMMIT_KEY,
@@ -38,14 +40,11 @@ from actorsnap.format.tables import (
     world_size_of,
 )
 from actorsnap.log import Log
-from actorsnap.storage.base import RunBlocking, Storage, for_each
+from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, for_each
 
 logger = Log(__name__)
 
 T = TypeVar("T")
-
-_MAX_LISTED = 10_000
-"""Keys listed to explain why there is no snapshot."""
 
 
 async def find_commit(storage: Storage, *, folder: str = "") -> Commit | None:
@@ -150,7 +149,14 @@ class SnapshotReader:
     """Reads the index of a committed snapshot, which may be replaced in the meantime.
 
     Args:
-        read_head: Returns the first bytes of a file at the storage's own URL, or None.
+        open_folder: Opens the storage's folder, if it has one; returns it with the storage's name
+            there. For a URL of a file.
+        known: What was at this URL before, if that was of another format. With its ``attempt``, the
+            storage is already that of its files.
+
+    Attributes:
+        storage: Of the data; after ``commit``, for a file of another format, its folder.
+        foreign: What ``commit`` has found, if that is of another format.
 
     ``_are_short`` is whether a manifest was shorter than a prefix: the others may be, too.
     """
@@ -158,16 +164,43 @@ class SnapshotReader:
     storage: Storage
     run_blocking: RunBlocking
     attempt: str | None = None
-    read_head: Callable[[], Awaitable[bytes | None]] | None = None
+    open_folder: Callable[[], Awaitable[tuple[Storage, str] | None]] | None = None
+    known: OpenForeign | None = None
+    allow_pickle: bool = False
     _are_short: bool = False
+    _listed: dict[str, ObjectInfo] = field(default_factory=dict)
+    _file: tuple[Storage, ObjectInfo, bytes] | None = None
+
+    def __post_init__(self) -> None:
+        known = self.known
+        is_same = known is not None and known.commit.attempt == self.attempt
+        self.foreign = known if is_same else None
+        if self.foreign is not None:
+            self.storage = self.foreign.over(self.storage)
 
     async def commit(self) -> Commit:
-        """Reads the commit object.
+        """Reads the commit object; of another format, what stands for it.
 
         Raises:
             NotASnapshot: There is none; describes the content found instead.
             FormatError: It is damaged, or of a newer format.
         """
+        if self.foreign is not None:
+            return self.foreign.commit  # ``storage`` may be that of its folder now
+        try:
+            return await self.own_commit()
+        except NotASnapshot as error:
+            # Not what a save of ours has left.
+            if error.found in ("absent", "foreign", "unknown"):
+                self.foreign = await self._open_foreign()
+            if self.foreign is None:
+                raise
+        self.attempt = self.foreign.commit.attempt
+        self.storage = self.foreign.over(self.storage)
+        return self.foreign.commit
+
+    async def own_commit(self) -> Commit:
+        """``commit`` without other formats: for callers that change what is there."""
         try:
             commit = await find_commit(self.storage)
         except StorageError as error:
@@ -189,9 +222,18 @@ class SnapshotReader:
         return await self._explain_file() if is_file else None
 
     async def check_replaced(self) -> None:
-        """Raises ``SnapshotReplaced`` if an inconsistency is no damage: the commit has changed."""
+        """Raises ``SnapshotReplaced`` if an inconsistency is no damage: the commit has changed.
+
+        Files of another format are compared by size and time.
+        """
+        if self.foreign is not None:
+            if await self.foreign.has_changed(self.storage):
+                raise SnapshotReplaced(url=self.storage.url, is_deleted=False)
+            return
         with suppress(FormatError):  # a damaged one proves nothing
             commit = await find_commit(self.storage)
+            if commit is None and self.attempt is None:
+                return  # it is damage of another format
             if commit is None or commit.attempt != self.attempt:
                 raise SnapshotReplaced(url=self.storage.url, is_deleted=commit is None)
 
@@ -203,6 +245,8 @@ class SnapshotReader:
         Raises:
             FormatError: It is missing or damaged.
         """
+        if self.foreign is not None:
+            return self.foreign.manifests[rank]
         record = commit.record(rank)
 
         def decode(data: bytes, key: str) -> RankManifest:
@@ -222,7 +266,7 @@ class SnapshotReader:
             FormatError: The manifest is missing or damaged.
         """
         wanted = set(paths)
-        if commit.record(rank) is not None:  # it has no table
+        if self.foreign is not None or commit.record(rank) is not None:  # it has no table
             return await self.manifest(commit, rank)
         key = manifest_key(commit.attempt, rank)
 
@@ -318,12 +362,26 @@ class SnapshotReader:
         with missing_is_damage(key, "rank manifest"):
             return await read_intact(self.storage, read)
 
+    async def _open_foreign(self) -> OpenForeign | None:
+        """Returns a checkpoint of another format; called after the explanations below."""
+        if self._file is None:
+            place = Place(self.storage, self.run_blocking, self._listed)
+        else:
+            self.storage, info, head = self._file
+            place = Place(self.storage, self.run_blocking, {info.key: info}, info.key, head)
+        place.allow_pickle = self.allow_pickle
+        known = self.known
+        if known is not None and known.is_still(place):
+            return known
+        return await open_foreign(place)
+
     async def _explain_absence(self) -> NotASnapshot:
-        keys: list[str] = []
+        self._listed = {}
         async for info in self.storage.list(""):
-            keys.append(info.key)
-            if len(keys) >= _MAX_LISTED:
+            self._listed[info.key] = info
+            if len(self._listed) >= MAX_LISTED:
                 break
+        keys = [*self._listed]
         if not keys and (file := await self._explain_file()):
             return file
         url = self.storage.url
@@ -336,9 +394,16 @@ class SnapshotReader:
         return NotASnapshot(key=url, detail=detail, found=found)
 
     async def _explain_file(self) -> NotASnapshot | None:
-        head = None if self.read_head is None else await self.read_head()
-        if head is None:
+        opened = None if self.open_folder is None else await self.open_folder()
+        if opened is None:
             return None
+        folder, name = opened
+        try:
+            info = await folder.stat(name)
+            head = await folder.get(name, 0, min(info.size, HEAD_BYTES))
+        except ActorSnapError:
+            return None
+        self._file = folder, info, head
         found, detail = recognize_file(head, self.storage.url)
         return NotASnapshot(key=self.storage.url, detail=detail, found=found)
 

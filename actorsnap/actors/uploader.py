@@ -114,7 +114,7 @@ class UploaderActor:
         self, staged: StagedChunk, ledger: ChecksumLedger, writer: ObjectWriter | None, row: Row
     ) -> list[int]:
         key, at, nbytes = ledger.key, staged.chunk.start, staged.chunk.stop - staged.chunk.start
-        hashing = row.around(_hash, Work.HASH, key, at, nbytes)
+        hashing = row.around(hash_chunk, Work.HASH, key, at, nbytes)
         views, checksums, whole = await self.context.errands.run_cpu(hashing, staged, ledger)
         self.context.board.add(hashed=nbytes)
         views = [staged.head, *views]
@@ -133,7 +133,10 @@ class UploaderActor:
         return checksums
 
 
-def _hash(staged: StagedChunk, ledger: ChecksumLedger) -> tuple[list[memoryview], list[int], int]:
+def hash_chunk(
+    staged: StagedChunk, ledger: ChecksumLedger
+) -> tuple[list[memoryview], list[int], int]:
+    """Returns the views of a chunk's leaves, their blocks' checksums, and that of all bytes."""
     views = list(staged.views())
     checksums: list[int] = []
     whole = crc32c(staged.head)

@@ -24,6 +24,9 @@ MIN_BLOCK_BYTES = 1 << 16
 MAX_BLOCK_BYTES = 1 << 20
 """A multiple of the blocks of every leaf."""
 
+UNCHECKED_BLOCK_BYTES = 1 << 12
+"""Unit of reads of leaves without checksums: small, because nothing asks for whole blocks."""
+
 _NUM_BLOCKS = 16
 """Fewest full blocks of a leaf, unless they would be smaller than ``MIN_BLOCK_BYTES``."""
 
@@ -59,9 +62,12 @@ def choose_block_bytes(nbytes: int, *, is_shard: bool) -> int:
 def block_bytes_of(nbytes: int, num_blocks: int) -> int:
     """Returns the block size, a power of two, of a leaf or a run of its blocks.
 
-    ``is_block_count`` must hold. For a single block the result is at least ``nbytes``.
+    ``is_block_count`` must hold, unless there are no checksums. For a single block the result is at
+    least ``nbytes``.
     """
-    share = -(-nbytes // max(num_blocks, 1))
+    if not num_blocks:
+        return UNCHECKED_BLOCK_BYTES
+    share = -(-nbytes // num_blocks)
     return max(1 << (share - 1).bit_length(), MIN_BLOCK_BYTES)
 
 

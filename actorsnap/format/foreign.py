@@ -45,7 +45,7 @@ _OWN = re.compile(
 
 _MAX_NAMED = 5
 
-_LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
+LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 """A file by ``torch.save`` from before zip archives."""
 
 
@@ -106,8 +106,8 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
         if reader:
             return (
                 "foreign",
-                f"there is no commit object, but {key!r}, which another program wrote: "
-                f"{reader} reads it",
+                f"there is no commit object, but {key!r}, which another program wrote: open the "
+                f"file by its own path; or use {reader}",
             )
     return "unknown", f"there is no commit object, but other files, for example {keys[0]!r}"
 
@@ -121,11 +121,11 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
     if name in COMMIT_KEYS and head.startswith(b'{"crc32c":'):
         return "part", f"this file is the commit object of the snapshot {folder}: open that"
     if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head[:256]:
-        return "foreign", "this is a file that torch.save wrote: torch.load reads it"
-    if head.startswith(_LEGACY_MAGIC):
-        return "foreign", "this is a file that an old torch.save wrote: torch.load reads it"
+        return "foreign", "this is a file that torch.save wrote, not a snapshot"
+    if head.startswith(LEGACY_MAGIC):
+        return "foreign", "this is a file that an old torch.save wrote, not a snapshot"
     if head[8:10] == b'{"' and 2 <= int.from_bytes(head[:8], "little") < 1 << 32:
-        return "foreign", "this is a safetensors file: safetensors.torch.load_file reads it"
+        return "foreign", "this is a safetensors file, not a snapshot"
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "foreign", "this is a pickle file: pickle.load reads it, if you trust it"
     return "unknown", "this is a file; a snapshot is a folder, and so is a run: check the path"

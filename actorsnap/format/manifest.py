@@ -218,7 +218,8 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     """The range of a leaf's bytes: ``[object, start, stop, crc32c]``.
 
     ``object`` indexes the manifest's ``objects``; ``start`` and ``stop`` are byte offsets in it;
-    ``crc32c`` has one value per block, from ``start`` on.
+    ``crc32c`` has one value per block, from ``start`` on. It is empty for an empty leaf, and for
+    bytes of another format, which are read without a comparison; no manifest has those.
     """
 
     object: Size

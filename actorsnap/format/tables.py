@@ -407,6 +407,48 @@ def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, Mani
     return manifest, record
 
 
+def check_foreign_manifest(manifest: RankManifest) -> None:
+    """Checks what a reader found in files of another format, as a manifest of ours is checked.
+
+    Raises:
+        FormatError: Bytes are outside of their file, or of another number than dtype and shape
+            say; a shard is outside of its tensor, a view of its base. Names the leaf.
+    """
+    key = f"the index of {manifest.attempt}"
+    for record in manifest.objects:
+        if not is_well_formed_key(record.key):
+            fail(key, f"{record.key!r:.200} is no name of a file")
+    extents = [(record.header_bytes, record.size) for record in manifest.objects]
+    _check_each(manifest.entries, extents, key, has_checksums=False)
+    _check_together(manifest.entries, key)
+
+
+def check_disjoint(
+    manifests: Iterable[RankManifest], joined: Mapping[str, Sequence[tuple[str, int, int]]]
+) -> None:
+    """Checks that leaves of another format have the same bytes, or none in common.
+
+    Args:
+        joined: Objects that are no files: key, start and stop of each of their pieces.
+
+    Raises:
+        FormatError: Two leaves overlap. Names them.
+    """
+    places: dict[tuple[str, int, int], str] = {}
+    for manifest in manifests:
+        for entry in manifest.entries:
+            if isinstance(entry, TensorEntry | BytesEntry) and entry.data.start < entry.data.stop:
+                data = entry.data
+                key = manifest.objects[data.object].key
+                for place in joined.get(key, [(key, data.start, data.stop)]):
+                    places.setdefault(place, entry.path)
+    last, end, before = "", 0, ""
+    for (name, start, stop), path in sorted(places.items()):
+        if name == last and start < end:
+            fail(name, f"{before!r} and {path!r} overlap at byte {start}")
+        last, end, before = name, stop, path
+
+
 def world_size_of(data: bytes) -> int:
     """Returns the world size that a rank manifest records; 1 if it is older or unreadable."""
     line = data.partition(b"\n")[0]
@@ -430,11 +472,17 @@ def _check_key(attempt: str, rank: int, key: str) -> None:
         )
 
 
-def _check_each(entries: Iterable[Entry], extents: Sequence[tuple[int, int]], key: str) -> None:
+def _check_each(
+    entries: Iterable[Entry],
+    extents: Sequence[tuple[int, int]],
+    key: str,
+    *,
+    has_checksums: bool = True,
+) -> None:
     of_type = _by_type(entries)
-    _check_tensors(of_type.get(TensorEntry, []), extents, key)
+    _check_tensors(of_type.get(TensorEntry, []), extents, key, has_checksums)
     for entry in of_type.get(BytesEntry, []):
-        _check_stored(entry, extents, key)
+        _check_stored(entry, extents, key, has_checksums)
     for view in of_type.get(ViewEntry, []):
         if len(view.shape) != len(view.strides) or _volume(view.shape) > MAX_BYTES:
             fail(key, f"{view.path!r}: invalid strides {view.strides} for shape {view.shape}")
@@ -547,9 +595,12 @@ def _check_chunks(record: ObjectRecord, key: str) -> tuple[int, int]:
 
 
 def _check_stored(
-    entry: TensorEntry | BytesEntry, extents: Sequence[tuple[int, int]], key: str
+    entry: TensorEntry | BytesEntry,
+    extents: Sequence[tuple[int, int]],
+    key: str,
+    has_checksums: bool,
 ) -> None:
-    """Checks that a byte range is in its object's data, with one checksum per block."""
+    """Checks that a byte range is in its object's data, and has one checksum per block."""
     data = entry.data
     start, stop = data.start, data.stop
     if data.object >= len(extents):
@@ -557,12 +608,15 @@ def _check_stored(
     first, last = extents[data.object]
     if not first <= start <= stop <= last:
         fail(key, f"{entry.path!r} is at [{start}, {stop}), not in [{first}, {last})")
-    if not is_block_count(stop - start, len(data.crc32c)):
+    if has_checksums and not is_block_count(stop - start, len(data.crc32c)):
         fail(key, f"{entry.path!r} of {stop - start} bytes has {len(data.crc32c)} checksums")
 
 
 def _check_tensors(
-    entries: Sequence[TensorEntry], extents: Sequence[tuple[int, int]], key: str
+    entries: Sequence[TensorEntry],
+    extents: Sequence[tuple[int, int]],
+    key: str,
+    has_checksums: bool,
 ) -> None:
     """``_check_tensor`` for each: most are like others, except for where they are stored."""
     seen: set[object] = set()
@@ -583,17 +637,19 @@ def _check_tensors(
         )
         if kind != latest:  # quicker than a hash, and neighbours are often alike
             if kind not in seen:
-                _check_tensor(entry, extents, key)
+                _check_tensor(entry, extents, key, has_checksums)
                 seen.add(kind)
             latest = kind
             first, last = extents[data.object]
         if not first <= start <= stop <= last:
-            _check_stored(entry, extents, key)
+            _check_stored(entry, extents, key, has_checksums)
 
 
-def _check_tensor(entry: TensorEntry, extents: Sequence[tuple[int, int]], key: str) -> None:
+def _check_tensor(
+    entry: TensorEntry, extents: Sequence[tuple[int, int]], key: str, has_checksums: bool
+) -> None:
     """Checks where a tensor is stored, and that dtype, shape and offsets are possible."""
-    _check_stored(entry, extents, key)
+    _check_stored(entry, extents, key, has_checksums)
     shape = entry.shape
     num_bytes = entry.data.stop - entry.data.start
     itemsize = dtype_itemsize(entry.dtype)

@@ -517,12 +517,15 @@ def _closure(path: str, entries: Mapping[str, Entry]) -> list[Entry]:
 
 def _content(path: str, entries: Mapping[str, Entry]) -> list[Any]:
     """Returns equal values for equal leaves (and, but for CRC32C, only for those)."""
-    return [
-        # Without the place in the storage.
-        msgspec.structs.replace(
-            entry, data=Stored(0, 0, entry.data.stop - entry.data.start, entry.data.crc32c)
-        )
-        if isinstance(entry, TensorEntry | BytesEntry)
-        else entry
-        for entry in _closure(path, entries)
-    ]
+    return [_content_of(entry) for entry in _closure(path, entries)]
+
+
+def _content_of(entry: Entry) -> object:
+    if not isinstance(entry, TensorEntry | BytesEntry):
+        return entry
+    data = entry.data
+    nbytes = data.stop - data.start
+    if nbytes and not data.crc32c:
+        return object()  # nothing proves it equal to any other
+    # Without the place in the storage.
+    return msgspec.structs.replace(entry, data=Stored(0, 0, nbytes, data.crc32c))

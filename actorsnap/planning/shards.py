@@ -404,6 +404,8 @@ def _one_cover(stored: Mapping[Box, Stored], shape: tuple[int, ...]) -> list[Box
             return None
         data = stored[box]
         nbytes = data.stop - data.start
+        if nbytes and not data.crc32c:
+            return None
         before, boxes = ways[start]
         whole = combine(before, combine_blocks(data.crc32c, nbytes), nbytes)
         if ways.setdefault(stop, (whole, [*boxes, box]))[0] != whole:

@@ -14,6 +14,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
@@ -56,6 +59,9 @@ from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts
 from actorsnap.runtime.manifests import ManifestStream, OwnerCheck
 from actorsnap.runtime.source import OpenSource, Source, begins_anew, opened_storage
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
+
+if TYPE_CHECKING:
+    from actorsnap.runtime.convert import Conversion
 
 logger = Log(__name__)
 
@@ -199,7 +205,11 @@ class _Copy:
             ActorSnapError: nothing was committed; a later copy may resume.
         """
         with self._reading():
-            commit, plan = await self._plan()
+            commit = await self.opened.reader.commit()
+        if self.opened.reader.foreign is not None:
+            return await self._convert(commit, overwrite)
+        with self._reading():
+            plan = await self._plan(commit)
         self._attempt = commit.attempt
         self._claim = CopyClaim(self._host, self.target, self.copier, commit.attempt, self._errands)
         there = CopyReport(attempt=commit.attempt, was_there=True)
@@ -235,9 +245,63 @@ class _Copy:
             skipped_bytes=self._skipped_bytes,
         )
 
-    async def _plan(self) -> tuple[Commit, CopyPlan]:
+    async def _convert(self, source: Commit, overwrite: bool) -> CopyReport:
+        """Copies a checkpoint of another format."""
+        self._attempt = self.copier
+        await self._is_there(source, CopyPlan(sizes={}, whole=()), overwrite)
+
+        async def note_moved(key: str, nbytes: int) -> None:
+            await self._report_event(CopyEventKind.MOVED, key, nbytes)
+
+        async def note_copied(key: str, nbytes: int) -> None:
+            self._num_copied += 1
+            self._copied_bytes += nbytes
+            await self._report_event(CopyEventKind.COPIED, key, nbytes)
+
+        # With torch, which the uploader process lacks and a snapshot does not need.
+        convert = await self._errands.run_blocking(import_module, "actorsnap.runtime.convert")
+        job: Conversion = convert.Conversion(
+            self.opened, self.target, self.copier, on_moved=note_moved, on_copied=note_copied
+        )
+        await self._errands.run_blocking(job.plan)
+        self._total_bytes = job.total_bytes
+        await self._report_event(CopyEventKind.BEGUN)
+        try:
+            commit = await job.run()
+            with self._writing():
+                replaced, was_vacant = await self._find_replaced(overwrite)
+        except BaseException:
+            await self._errands.clean_up(self._delete_attempt)
+            raise
+        try:
+            with self._writing():
+                await commit_alone(self.target, commit, overwrite=overwrite)
+        except ObjectExists:
+            await self._errands.clean_up(self._delete_attempt)
+            raise
+        # It was compared before the commit; a change from now on is of no interest.
+        self.opened.reader.foreign = None
+        logger.info("%s: committed a conversion of %s", self.target.url, self._storage.url)
+        await self._errands.clean_up(partial(self._collect, replaced, was_vacant))
+        await self._report_event(CopyEventKind.COMMITTED)
+        return CopyReport(
+            attempt=commit.attempt, num_copied=self._num_copied, copied_bytes=self._copied_bytes
+        )
+
+    async def _delete_attempt(self) -> None:
+        await self.target.delete_folder(self._attempt)
+
+    async def _collect(self, replaced: Sequence[str], was_vacant: bool) -> None:
+        await collect_garbage(
+            self._host,
+            self.target,
+            committed=self._attempt,
+            superseded=replaced,
+            was_vacant=was_vacant,
+        )
+
+    async def _plan(self, commit: Commit) -> CopyPlan:
         reader = self.opened.reader
-        commit = await reader.commit()
         survey, records = Survey(), list[ManifestRecord]()
         check = await OwnerCheck.begin(reader, commit)
 
@@ -255,7 +319,7 @@ class _Copy:
         self._batches = [*survey.batches()]
         # Of a small snapshot, all is checked before anything is written.
         self._first = await self._copies_of(self._batches[0]) if self._batches else []
-        return commit, plan
+        return plan
 
     async def _copies_of(self, batch: Batch) -> list[ObjectCopy]:
         keys = frozenset(batch.keys)
@@ -285,13 +349,7 @@ class _Copy:
             for copier in earlier.copies[self._attempt]:
                 if copier != self.copier:
                     await self.target.delete_folder(copier)
-            await collect_garbage(
-                self._host,
-                self.target,
-                committed=self._attempt,
-                superseded=replaced,
-                was_vacant=was_vacant,
-            )
+            await self._collect(replaced, was_vacant)
 
         await self._errands.clean_up(collect)
         await self._report_event(CopyEventKind.COMMITTED)
@@ -421,22 +479,25 @@ class _Copy:
         Returns:
             The replaced attempt, if known, and whether there was no commit object before.
         """
-        replaced: list[str] = []
-        was_vacant = not overwrite
         try:
             with self._writing():
-                if overwrite:
-                    try:
-                        older = await find_commit(self.target)
-                        replaced = [older.attempt] if older is not None else []
-                        was_vacant = older is None
-                    except ChecksumMismatch:
-                        logger.info("%s: replacing a damaged snapshot", self.target.url)
+                replaced, was_vacant = await self._find_replaced(overwrite)
                 await commit_alone(self.target, commit, overwrite=overwrite)
         except ObjectExists:
             await self._errands.clean_up(self._discard)
             raise
         return replaced, was_vacant
+
+    async def _find_replaced(self, overwrite: bool) -> tuple[list[str], bool]:
+        """Returns the attempt that a commit replaces; see ``_commit``."""
+        if not overwrite:
+            return [], True
+        try:
+            older = await find_commit(self.target)
+        except ChecksumMismatch:
+            logger.info("%s: replacing a damaged snapshot", self.target.url)
+            return [], False
+        return ([], True) if older is None else ([older.attempt], False)
 
     async def _discard(self) -> None:
         """Deletes attempt and claim."""

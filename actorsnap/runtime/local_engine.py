@@ -405,7 +405,7 @@ class LocalEngine:
             attempt=save.attempt,
             url=request.location.url.encode("utf-8", "surrogatepass"),
             fsync=fsync,
-            rules=_rules_for(options, capabilities, context.budget.limit_bytes),
+            rules=rules_for(options, capabilities, context.budget.limit_bytes),
             save=record,
             resumed=self._resumed,
         )
@@ -418,7 +418,7 @@ class LocalEngine:
         if storage is not None:
             committer = CommitActor(
                 context,
-                record.commit(attempt=save.attempt, created=_utc(time.time())),
+                record.commit(attempt=save.attempt, created=utc(time.time())),
                 storage,
                 overwrite=request.overwrite,
                 deadline=self._deadline,
@@ -487,7 +487,8 @@ class LocalEngine:
             tasks.cancel_scope.cancel()
 
 
-def _rules_for(options: Options, can: Capabilities, budget_bytes: int) -> PackingRules:
+def rules_for(options: Options, can: Capabilities, budget_bytes: int) -> PackingRules:
+    """Returns how a save packs data for a storage, with this memory budget."""
     codec = None if options.compression is None else Codec.parse(options.compression)
     chunk_bytes = options.chunk_bytes
     if codec is not None:
@@ -511,6 +512,7 @@ def _where(error: BaseException) -> dict[str, object]:
     return {name: getattr(error, name, None) for name in ("stage", "key")}
 
 
-def _utc(seconds: float) -> str:
+def utc(seconds: float) -> str:
+    """Returns a time since 1970 in the format of commit objects."""
     when = datetime.datetime.fromtimestamp(seconds, tz=datetime.UTC)
     return when.strftime("%Y-%m-%dT%H:%M:%S.%fZ")

@@ -59,7 +59,7 @@ def delete(source: Source) -> Script[None]:
         host, storage = opened.host, opened.storage
         newer = None
         try:
-            newer = await opened.reader.commit()
+            newer = await opened.reader.own_commit()
         except (NotASnapshot, UnsupportedFormat):
             raise
         except FormatError:

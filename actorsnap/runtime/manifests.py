@@ -58,7 +58,8 @@ class ManifestStream:
 
         Args:
             ranks: Only these, rising.
-            on_record: Called before with what a manifest is, unless that was kept.
+            on_record: Called before with what a manifest is, unless that was kept, or is of another
+                format.
 
         Raises:
             ExceptionGroup: Errors of manifests and of ``take``.
@@ -76,7 +77,7 @@ class ManifestStream:
 
         async def perform(turn: int) -> None:
             rank, run = ranks[turn], partial(turns.run, turn)
-            kept = None if self._kept is None else self._kept.get(rank)
+            kept = self._in_memory(rank)
             if kept is not None:
                 await run(partial(take, kept))
                 return
@@ -89,6 +90,11 @@ class ManifestStream:
                 await run(partial(self.on_damage, error))
 
         await for_each(range(len(ranks)), perform, at_once=MAX_SMALL_READS)
+
+    def _in_memory(self, rank: int) -> RankManifest | None:
+        if self.reader.foreign is not None:
+            return self.reader.foreign.manifests[rank]
+        return None if self._kept is None else self._kept.get(rank)
 
     def _decode(self, rank: int, data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
         if self.commit is None:

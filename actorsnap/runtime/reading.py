@@ -99,7 +99,11 @@ def each_pair(
     right: Source,
     take: Callable[[int, RankManifest | None, RankManifest | None], object],
 ) -> Script[None]:
-    """Calls ``take`` with the manifests of each rank in two snapshots, ordered by rank as text."""
+    """Calls ``take`` with the manifests of each rank in two snapshots, ordered by rank as text.
+
+    Raises:
+        UsageError: One is of another format, without checksums.
+    """
 
     async def step(host: Host) -> None:
         async with left.opened(host, "read") as one, right.opened(host, "read") as other:
@@ -107,6 +111,12 @@ def each_pair(
             for opened in (one, other):
                 with opened.source.naming():
                     commits.append(await opened.reader.commit())
+                if opened.reader.foreign is not None:
+                    url = opened.source.location.display_url
+                    raise UsageError(
+                        f"{url} has no checksums to compare, because another program wrote it: "
+                        "`actorsnap cp` makes a snapshot of it"
+                    )
 
             ranks = sorted(range(max(commit.world_size for commit in commits)), key=str)
             turns = Turns(one.errands.run_blocking)

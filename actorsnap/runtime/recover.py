@@ -256,7 +256,7 @@ class _Recovery:
         """
         names = await find_attempts(self._storage)
         if not names:
-            await self._opened.reader.commit()  # raises
+            await self._opened.reader.own_commit()  # raises
             await self._check_replaceable()  # raises if a commit came just now
         if self._call.attempt is not None:
             if self._call.attempt not in names:

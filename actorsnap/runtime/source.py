@@ -4,25 +4,23 @@ from __future__ import annotations
 
 import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    contextmanager,
+)
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import anyio
 
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.actors.fetcher import FetcherPool
+from actorsnap.actors.formats import OpenForeign
 from actorsnap.actors.snapshot_reader import SnapshotReader
-from actorsnap.errors import (
-    ActorSnapError,
-    ChecksumMismatch,
-    FormatError,
-    SnapshotReplaced,
-    StorageError,
-)
-from actorsnap.format.foreign import HEAD_BYTES
+from actorsnap.errors import ChecksumMismatch, FormatError, SnapshotReplaced, StorageError
 from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.log import Log
 from actorsnap.options import Options, chunk_within
@@ -51,6 +49,7 @@ class _Cache:
     """The index as last read; shared by copies of a ``Source``."""
 
     index: tuple[Commit, dict[int, RankManifest]] | None = None
+    foreign: OpenForeign | None = None
     views: dict[int, Index] = field(default_factory=dict)
     begun: PartialIndex | None = None
 
@@ -66,9 +65,13 @@ class OpenSource:
 
     host: Host
     source: Source
-    storage: Storage
     reader: SnapshotReader
     errands: AbandonableTasks
+
+    @property
+    def storage(self) -> Storage:
+        """That of the data: the reader changes it for a file of another format."""
+        return self.reader.storage
 
     def fetcher(self, **changes: Any) -> FetcherPool:
         options, budget = self.source.options, self.host.resources.budget
@@ -131,16 +134,15 @@ class Source:
         host.resources.set_budget(self.options.memory_budget_bytes)
         async with _errands(host, f"{op} {self.location.display_url}", on_retry) as errands:
             with anyio.CancelScope(deadline=self._begin()) as scope:
-                async with self._open(host, errands) as storage:
-                    reader = SnapshotReader(
-                        storage,
-                        errands.run_blocking,
-                        attempt,
-                        partial(self._read_head, host, errands),
-                    )
+                async with AsyncExitStack() as storages:
+                    reader = await self._reader(host, errands, storages, attempt)
                     try:
                         with self.naming():
-                            yield OpenSource(host, self, storage, reader, errands)
+                            yield OpenSource(host, self, reader, errands)
+                        if reader.foreign is not None:
+                            self._cache.foreign = reader.foreign
+                            # Nothing else shows that files were written while they were read.
+                            await errands.run(reader.check_replaced)
                     except Exception as error:
                         if _is_damage(error):
                             await errands.run(reader.check_replaced)
@@ -158,6 +160,41 @@ class Source:
                 retryable=True,
             )
 
+    async def _reader(
+        self,
+        host: Host,
+        errands: AbandonableTasks,
+        storages: AsyncExitStack,
+        attempt: str | None,
+    ) -> SnapshotReader:
+        folder = folder_and_name(self.location.url)
+
+        async def open_folder() -> tuple[Storage, str] | None:
+            if folder is None:
+                return None
+            location = replace(self.location, url=folder[0])
+            return await storages.enter_async_context(
+                opened_storage(host, location, errands)
+            ), folder[1]
+
+        known = self._cache.foreign
+        opened = None
+        if known is not None and known.file and known.commit.attempt == attempt:
+            opened = await open_folder()
+        storage = (
+            await storages.enter_async_context(self._open(host, errands))
+            if opened is None
+            else opened[0]
+        )
+        return SnapshotReader(
+            storage,
+            errands.run_blocking,
+            attempt,
+            open_folder,
+            known,
+            self.options.allow_pickle,
+        )
+
     def _open(self, host: Host, errands: AbandonableTasks) -> AbstractAsyncContextManager[Storage]:
         return opened_storage(host, self.location, errands)
 
@@ -172,19 +209,6 @@ class Source:
 
         result: T = yield step
         return result
-
-    async def _read_head(self, host: Host, errands: AbandonableTasks) -> bytes | None:
-        """Returns the first bytes of a file with this exact URL, if any."""
-        parts = folder_and_name(self.location.url)
-        if parts is None:
-            return None
-        folder, name = parts
-        try:
-            async with opened_storage(host, replace(self.location, url=folder), errands) as parent:
-                size = (await parent.stat(name)).size
-                return await parent.get(name, 0, min(size, HEAD_BYTES))
-        except ActorSnapError:
-            return None
 
     @contextmanager
     def naming(self) -> Iterator[None]:

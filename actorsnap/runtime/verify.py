@@ -53,12 +53,15 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
             can restore its entries.
         num_objects: Data objects checked.
         nbytes: Bytes compared with checksums.
+        has_checksums: False for a checkpoint of another format: there is nothing to compare with.
+            ``quick`` checks that all bytes are there, ``full`` also reads them.
         problems: An error per damaged or missing object, and per entry that cannot be restored.
     """
 
     level: str
     num_objects: int
     nbytes: int
+    has_checksums: bool = True
     problems: tuple[ActorSnapError, ...] = ()
 
     @property
@@ -115,7 +118,8 @@ def verify(
         return VerifyReport(
             level=level,
             num_objects=check.num_objects,
-            nbytes=check.nbytes,
+            nbytes=check.nbytes if reader.foreign is None else 0,
+            has_checksums=reader.foreign is None,
             problems=tuple(problems),
         )
 
@@ -263,7 +267,8 @@ class DataCheck:
         record = self._survey.objects[key].record
         await self._check_sizes(self._survey.objects[key])
         if self.level == "full":
-            await read_intact(self.opened.storage, lambda: self._check_header(record))
+            if record.header_bytes:
+                await read_intact(self.opened.storage, lambda: self._check_header(record))
             requests = [
                 RangeRequest(manifest, at, _NullSink(at.stop - at.start, self._count))
                 for manifest, at in self._held[key].leaves

@@ -44,6 +44,12 @@ def _constants(kind: type) -> dict[str, Any]:
     return {_name(value): value for value in vars(torch).values() if isinstance(value, kind)}
 
 
+class Opaque(msgspec.Struct, frozen=True, eq=False, gc=False):
+    """An object that was unpickled with the user's permission: in memory only, in no manifest."""
+
+    value: object
+
+
 class NotInline(Exception):
     """The inline encoding does not cover ``value``."""
 
@@ -170,6 +176,8 @@ def decode_inline(encoded: Any, path: str) -> Any:
 def _decode(encoded: Any, depth: int) -> Any:
     if encoded is None or type(encoded) in (str, bool, int, float):
         return encoded
+    if type(encoded) is Opaque:
+        return encoded.value
     if depth > _MAX_DEPTH:
         raise FormatError(key="", detail="the inline value nests too deep")
     if isinstance(encoded, list | tuple):

@@ -242,6 +242,7 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
         target: A tensor or array that fits; None makes a fresh value.
         sharding: That of a distributed target; else None.
         address: Of a target in CPU memory in C order, like the stored bytes; else None.
+        is_cast: The target is distributed, and of another dtype.
     """
 
     entry: AnyEntry
@@ -249,6 +250,7 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
     target: Target | None
     sharding: Sharding | None = None
     address: int | None = None
+    is_cast: bool = False
 
 
 class Interest:
@@ -291,6 +293,10 @@ class Match:
         composites: Leaves made of ``parts``, in order.
         values: Leaves that need no bytes: stored inline, or kept from the target.
         attributes: Attributes of fresh tensors.
+        aliases: Leaves that only the target has, by path: each is the same tensor as the restored
+            leaf with the given path (a tied weight under its second name).
+        may_cast: See ``match_key``.
+        casts: Targets of another floating-point dtype than their leaves, by path.
         missing: Leaves or dict keys that only the target has.
         unexpected: Leaves that only the snapshot has.
         unplaced: Like ``unexpected``, but another rank may have them.
@@ -304,12 +310,15 @@ class Match:
     skeleton: Skeleton
     bases: Mapping[str, TensorEntry]
     world_size: int
+    may_cast: bool = False
     describer: Describer = field(default_factory=Describer)
+    casts: dict[str, torch.Tensor] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     composites: list[Pair] = field(default_factory=list)
     parts: dict[str, TensorEntry | ViewEntry] = field(default_factory=dict)
     values: dict[str, object] = field(default_factory=dict)
     attributes: dict[str, dict[str, Any]] = field(default_factory=dict)
+    aliases: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)
@@ -319,6 +328,17 @@ class Match:
     def has_target(self, path: str) -> bool:
         """Whether the target has a leaf at ``path``; True without a target."""
         return self.rules.target is None or path in self.targets
+
+    @property
+    def num_restored(self) -> int:
+        """Number of leaves that the snapshot gives."""
+        kept = {*self.missing, *self.targets}
+        inline = [
+            path
+            for path, value in self.values.items()
+            if path not in kept or (path in self.targets and value is not self.targets[path])
+        ]
+        return len(self.pairs) + len(self.composites) + len(inline)
 
     def keep(self, path: str, target: object, why: str) -> None:
         self.mismatched.append(f"{path}: {why}")
@@ -334,6 +354,7 @@ def match_key(
     allow_pickle: bool,
     matching: Matching = Matching.KEYS,
     world_size: int = 1,
+    casts: bool = False,
 ) -> Match:
     """Compares entries with a target; see ``prepare`` for other parameters.
 
@@ -341,6 +362,7 @@ def match_key(
         root: Path of the target.
         entries: Entries outside of ``root`` are used only as bases of views.
         targets: Leaves of ``target``, or substitutes; ``leaves_of`` by default.
+        casts: A tensor fits another floating-point dtype.
 
     Raises:
         UsageError, FormatError: See ``prepare``.
@@ -358,6 +380,7 @@ def match_key(
         skeleton=Skeleton(root),
         bases={e.path: e for e in entries if type(e) is TensorEntry and e.path in viewed},
         world_size=world_size,
+        may_cast=casts,
     )
     for base in found.bases.values():
         check_tensor(base)
@@ -467,7 +490,15 @@ def _add_tensor(
     if isinstance(target, TARGET_TYPES):
         sharding = found.describer.describe(target) if is_distributed(target) else None
         why = _difference(entry, target, sharding)
-        if why is not None:
+        if why is not None and found.may_cast and _can_cast(entry, target, dtype, sharding):
+            assert isinstance(target, torch.Tensor)
+            assert not isinstance(sharding, str)
+            found.casts[path] = target
+            if sharding is not None:
+                pair = Pair(entry, dtype, target, sharding, is_cast=True)
+            elif target.is_meta:
+                found.on_meta.append(path)
+        elif why is not None:
             # Other ranks hold the rest of a distributed tensor.
             if sharding is not None or found.rules.is_kept(path, target, _kind_of(entry)):
                 found.keep(path, target, why)
@@ -482,6 +513,22 @@ def _add_tensor(
             assert not isinstance(sharding, str)
             pair = Pair(entry, dtype, target, sharding)
     (found.composites if isinstance(entry, CompositeEntry) else found.pairs).append(pair)
+
+
+def _can_cast(
+    entry: _TensorLike,
+    target: Target,
+    dtype: torch.dtype | None,
+    sharding: Sharding | str | None,
+) -> bool:
+    """Whether only the floating-point dtype differs."""
+    if dtype is None or not isinstance(target, torch.Tensor) or isinstance(sharding, str):
+        return False
+    have = target.dtype
+    if have is dtype or not (have.is_floating_point and dtype.is_floating_point):
+        return False
+    twin = msgspec.structs.replace(entry, dtype=DTYPE_NAMES[have])
+    return _difference(twin, target, sharding) is None
 
 
 def _refuse_pickles(pairs: Iterable[Pair]) -> None:
@@ -503,9 +550,13 @@ def _add_missing(found: Match) -> None:
     """Adds leaves that only the target has; keeps additional dict keys."""
     rules, skeleton = found.rules, found.skeleton
     if rules.strict_root is not None:
-        found.missing.extend(
+        missing = [
             path for path in found.targets if not skeleton.is_leaf(path) and rules.is_strict(path)
-        )
+        ]
+        found.aliases.update(_find_aliases(found, missing))
+        for path in found.aliases:
+            skeleton.add_leaf(path)
+        found.missing.extend(path for path in missing if path not in found.aliases)
         found.missing.extend(sorted(path for path in rules.opaque if path not in skeleton))
     if rules.keeps_keys:
         for path, value in skeleton.further_keys(rules.target):
@@ -513,6 +564,37 @@ def _add_missing(found: Match) -> None:
                 found.missing.append(path)
                 skeleton.add_leaf(path)
                 found.values[path] = value
+
+
+def _find_aliases(found: Match, missing: Sequence[str]) -> dict[str, str]:
+    """Returns missing leaves that are the tensor of another leaf, which the snapshot has.
+
+    Other programs store tied weights under one name.
+    """
+    if not missing:
+        return {}
+    held: dict[object, str] = {}
+    for pair in (*found.pairs, *found.composites):
+        path = pair.entry.path
+        if (memory := _memory_of(found.targets.get(path))) is not None:
+            held.setdefault(memory, path)
+    aliases: dict[str, str] = {}
+    for path in missing:
+        memory = _memory_of(found.targets[path])
+        if memory is not None and memory in held:
+            aliases[path] = held[memory]
+    return aliases
+
+
+def _memory_of(target: object) -> object:
+    """Returns equal values for views of the same elements; None for what has no memory."""
+    if not isinstance(target, torch.Tensor):
+        return None
+    local = getattr(target, "_local_tensor", target)  # of a DTensor
+    if type(local) not in PLAIN_TYPES or local.layout is not torch.strided or not local.numel():
+        return None
+    storage = local.untyped_storage()._cdata
+    return storage, local.storage_offset(), local.dtype, local.shape, local.stride(), target.shape
 
 
 def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:

@@ -1,0 +1,249 @@
+"""Finds the reader of a checkpoint that another program wrote, and what it must return.
+
+A reader is an async function, registered in the entry-point group ``actorsnap.formats``. It looks
+at a ``Place`` and returns the index of what is there, in the form of our rank manifests, with byte
+ranges of the foreign files; or None, if that is not its format. It reads small parts of the files
+and never the tensors. See ``docs/decisions/0024-readers.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import cache
+from hashlib import blake2b
+from importlib import import_module, metadata
+from typing import Any, TypeAlias
+
+import msgspec
+
+from actorsnap.errors import ChecksumMismatch, FormatError, ObjectNotFound
+from actorsnap.format.manifest import Commit, RankManifest
+from actorsnap.format.tables import check_disjoint, check_foreign_manifest
+from actorsnap.log import Log
+from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage
+from actorsnap.storage.joined import JoinedStorage, Piece
+
+logger = Log(__name__)
+
+ENTRY_POINT_GROUP = "actorsnap.formats"
+
+_BUILT_IN = {
+    "torchsnapshot": "actorsnap.interop.formats.torchsnapshot_folders:read",
+    "safetensors": "actorsnap.interop.formats.safetensors_files:read",
+    "torch": "actorsnap.interop.formats.torch_files:read",
+}
+"""In the order in which they are asked; a source tree works uninstalled."""
+
+MAX_LISTED = 10_000
+"""Keys of a folder that are listed. Beyond them, files are found by name only."""
+
+NOT_OURS = 0
+"""``Commit.version`` of other formats; their ``attempt`` is ``<format>-<digest>``, no folder."""
+
+
+@dataclass(eq=False, repr=False)
+class Place:
+    """The files at a URL without a snapshot.
+
+    Attributes:
+        storage: Of the folder; of the file's folder, if the URL is one of a file.
+        file: The file's key; empty for a folder.
+        head: The file's first ``HEAD_BYTES``; empty for a folder.
+        listed: The folder's first files, by key; or the file.
+        allow_pickle: See ``Options``. Without it a reader executes nothing that files name.
+    """
+
+    storage: Storage
+    run_blocking: RunBlocking
+    listed: Mapping[str, ObjectInfo]
+    file: str = ""
+    head: bytes = b""
+    allow_pickle: bool = False
+    _used: dict[str, ObjectInfo] = field(default_factory=dict)
+
+    async def find(self, key: str) -> ObjectInfo | None:
+        """Returns size and time of a file, if it exists.
+
+        A change of the file from now on is noticed: the call that reads it starts over.
+        """
+        info = self._used.get(key) or self.listed.get(key)
+        # Listings are bounded, and those of a file system leave symbolic links out.
+        is_partial = len(self.listed) >= MAX_LISTED
+        if info is None and (is_partial or self.storage.capabilities.has_blocking_io):
+            try:
+                info = await self.storage.stat(key)
+            except ObjectNotFound:
+                return None
+        if info is not None:
+            self._used[key] = info
+        return info
+
+    async def need(self, key: str, why: str) -> ObjectInfo:
+        """``find`` for a file that must exist; ``why`` ends the error ("..., which <why>").
+
+        Raises:
+            ChecksumMismatch: There is no such file.
+        """
+        info = await self.find(key)
+        if info is None:
+            raise ChecksumMismatch(key=key, detail=f"the file is missing, which {why}")
+        return info
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        """Returns bytes of a file that ``find`` has found; see ``Storage.get``."""
+        assert key in self._used, f"{key!r} was read before it was looked for"
+        return await self.storage.get(key, start, stop)
+
+    @property
+    def used(self) -> Mapping[str, ObjectInfo]:
+        return self._used
+
+
+class Foreign(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint of another format, as its reader describes it.
+
+    Attributes:
+        format: Its name, for people.
+        manifests: In rank order, from 0 on. Keys of objects are those of ``Place.storage``; headers
+            have 0 bytes; there are no checksums. ``attempt`` is of no meaning.
+        metadata: See ``Snapshot.metadata``; any JSON object.
+        step: Of the training, if the files tell.
+        joined: Objects of the manifests that are no files, but pieces of files.
+    """
+
+    format: str
+    manifests: tuple[RankManifest, ...]
+    joined: Mapping[str, tuple[Piece, ...]] = {}
+    metadata: dict[str, Any] = {}
+    step: int | None = None
+
+
+def format_of(commit: Commit) -> str:
+    """Returns the format of what a commit stands for, for people."""
+    if commit.version == NOT_OURS:
+        return commit.attempt.rpartition("-")[0]
+    return f"format {commit.version}"
+
+
+class OpenForeign(msgspec.Struct, frozen=True, kw_only=True):
+    """A checked ``Foreign``.
+
+    Attributes:
+        commit: Stands for a commit object.
+        files: All that it consists of, as they were found.
+        file: See ``Place``.
+    """
+
+    commit: Commit
+    manifests: tuple[RankManifest, ...]
+    files: Mapping[str, ObjectInfo]
+    file: str
+    joined: Mapping[str, tuple[Piece, ...]]
+
+    def over(self, storage: Storage) -> Storage:
+        """Returns the storage of the manifests' objects."""
+        return JoinedStorage(storage, self.joined) if self.joined else storage
+
+    def is_still(self, place: Place) -> bool:
+        """Whether nothing at the place has changed since, as far as its listing shows."""
+        return place.file == self.file and all(
+            [info.modified_s and place.listed.get(key) == info for key, info in self.files.items()]
+        )
+
+    async def has_changed(self, storage: Storage) -> bool:
+        """Whether a file has another size or time than it had, or is gone."""
+        # A listing of an object store has times of another precision than a request for one.
+        slack_s = 0.0 if storage.capabilities.has_blocking_io else 1.0
+        for key, info in self.files.items():
+            now = await _stat(storage, key)
+            if now is None or now.size != info.size:
+                return True
+            if abs(now.modified_s - info.modified_s) > slack_s:
+                return True
+        return False
+
+
+Reader: TypeAlias = Callable[[Place], Awaitable[Foreign | None]]
+
+
+async def open_foreign(place: Place) -> OpenForeign | None:
+    """Asks the readers, in order, for what is at a place; None if none of them knows it.
+
+    Raises:
+        FormatError: It is of a known format, and damaged, or a reader refuses it.
+        StorageError: Reading failed.
+    """
+    for name, reader in (await place.run_blocking(_readers)).items():
+        found = await reader(place)
+        if found is not None:
+            logger.debug("%s: a checkpoint of the format %s", place.storage.url, name)
+            return await place.run_blocking(_checked, found, place)
+    return None
+
+
+def _checked(found: Foreign, place: Place) -> OpenForeign:
+    attempt = f"{found.format}-{_digest(found)}"
+    manifests = tuple([msgspec.structs.replace(m, attempt=attempt) for m in found.manifests])
+    for rank, manifest in enumerate(manifests):
+        if manifest.rank != rank:
+            raise FormatError(key=f"rank {rank}", detail=f"the reader returned {manifest.rank}")
+        check_foreign_manifest(manifest)
+    pieces = {
+        key: [(piece.key, piece.start, piece.stop) for piece in pieces]
+        for key, pieces in found.joined.items()
+    }
+    check_disjoint(manifests, pieces)
+    newest_s = max([info.modified_s for info in place.used.values()], default=0.0)
+    commit = Commit(
+        version=NOT_OURS,
+        world_size=len(manifests),
+        attempt=attempt,
+        created=f"{datetime.fromtimestamp(newest_s, UTC):%Y-%m-%dT%H:%M:%S.%fZ}",
+        step=found.step,
+        metadata=found.metadata,
+    )
+    return OpenForeign(
+        commit=commit,
+        manifests=manifests,
+        files=dict(place.used),
+        file=place.file,
+        joined=found.joined,
+    )
+
+
+def _digest(found: Foreign) -> str:
+    """Returns a name for the content of an index: ranks compare it."""
+    # Times differ between copies of a file.
+    encoded = msgspec.msgpack.encode((found.manifests, found.joined), enc_hook=repr)
+    return blake2b(encoded, digest_size=8).hexdigest()
+
+
+async def _stat(storage: Storage, key: str) -> ObjectInfo | None:
+    try:
+        return await storage.stat(key)
+    except ObjectNotFound:
+        return None
+
+
+@cache
+def _readers() -> Mapping[str, Reader]:
+    """Returns the readers by name: ours, then other packages'. Blocks."""
+    values = dict(_BUILT_IN)
+    for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
+        values.setdefault(point.name, point.value)
+    readers: dict[str, Reader] = {}
+    for name, value in values.items():
+        module, _, attribute = value.partition(":")
+        try:
+            readers[name] = getattr(import_module(module.strip()), attribute.strip())
+        except Exception:
+            # An import may raise anything, and a broken package must not break the other formats.
+            logger.warning(
+                "the entry point %r of the format %r cannot be loaded: repair or uninstall it",
+                value,
+                name,
+                exc_info=True,
+            )
+    return readers

@@ -1,0 +1,1 @@
+"""Readers of other programs' checkpoints (``docs/decisions/0024-readers.md``)."""

@@ -1,0 +1,319 @@
+"""Unpickles a saved state without its data, and describes it: of ``torch.save``, and what uses it.
+
+Tensors are on the meta device: no byte of data is read or allocated. The pickle is read by torch's
+weights-only unpickler, which calls nothing but what rebuilds tensors and plain values. Anything
+else is refused by name, unless the caller allows pickles.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Callable, Mapping
+from io import BytesIO
+from typing import Any
+
+import msgspec
+import torch
+from torch import _weights_only_unpickler
+
+from actorsnap.errors import FormatError, UsageError, text_of
+from actorsnap.format.geometry import extent_bytes
+from actorsnap.format.manifest import CompositeEntry, Entry, Stored, TensorEntry, ViewEntry
+from actorsnap.interop.formats.describing import DEFAULT_KEY, Description
+from actorsnap.state import objects
+from actorsnap.state.composite import is_composite, take_apart
+from actorsnap.state.tensors import DTYPE_NAMES, tensor_type
+from actorsnap.state.tree import Container, flatten, part_path
+
+_TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+class SavedStorage(msgspec.Struct, frozen=True, eq=False):
+    """A storage that a pickle refers to: its name, and its number of bytes."""
+
+    key: str
+    nbytes: int
+
+
+class Ghosts:
+    """The storages of a pickle, as memory on the meta device.
+
+    Attributes:
+        found: By key, in order of appearance.
+    """
+
+    def __init__(self) -> None:
+        self.found: dict[str, SavedStorage] = {}
+        self._held: dict[str, Any] = {}
+        self._by_memory: dict[int, SavedStorage] = {}
+
+    def load(self, saved_id: Any) -> Any:
+        """Is the ``persistent_load`` of an unpickler.
+
+        Raises:
+            pickle.UnpicklingError: It is no storage.
+        """
+        kind, storage_type, key, _, numel, *rest = saved_id
+        if _text(kind) != "storage" or (rest and rest[0] is not None) or type(numel) is not int:
+            raise pickle.UnpicklingError(f"{str(saved_id)[:200]} is no storage")
+        dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
+        key = _text(key)
+        nbytes = numel * dtype.itemsize
+        saved = self.found.get(key)
+        if saved is None:
+            saved = self.found[key] = SavedStorage(key, nbytes)
+            memory = self._held[key] = torch.UntypedStorage(nbytes, device="meta")
+            self._by_memory[memory._cdata] = saved
+        elif saved.nbytes != nbytes:
+            raise pickle.UnpicklingError(f"two storages are {key!r}")
+        return torch.storage.TypedStorage(wrap_storage=self._held[key], dtype=dtype, _internal=True)
+
+    def of(self, tensor: torch.Tensor) -> SavedStorage | None:
+        return self._by_memory.get(tensor.untyped_storage()._cdata)
+
+
+def _text(value: Any) -> str:
+    return value.decode("ascii") if isinstance(value, bytes) else str(value)
+
+
+class _AnyUnpickler(pickle.Unpickler):
+    """Runs whatever the pickle says."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if "Storage" in name and module.startswith("torch") and name != "UntypedStorage":
+            return torch.serialization.StorageType(name)
+        return super().find_class(module, name)
+
+
+def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> Any:
+    """Returns the next object of ``file``; ``key`` is for messages.
+
+    Raises:
+        UsageError: It needs something that is not allowed. Names it.
+        FormatError: It is damaged.
+    """
+    unpickler: Any
+    if allow_pickle:
+        unpickler = _AnyUnpickler(file, encoding="utf-8")
+    else:
+        unpickler = _weights_only_unpickler.Unpickler(file, encoding="utf-8")
+    unpickler.persistent_load = ghosts.load
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of other protocols, and typed storages
+            return unpickler.load()
+    except (pickle.UnpicklingError, AttributeError, ImportError) as error:
+        what = str(error).partition(" Please use ")[0]
+        raise UsageError(
+            f"{key}: {what} Its pickle was not executed. If you trust the file, allow that name by "
+            "torch.serialization.add_safe_globals, or everything by "
+            "options=Options(allow_pickle=True)"
+        ) from error
+    except NotImplementedError as error:
+        raise UsageError(
+            f"{key} has a tensor that cannot be read in place ({text_of(error).splitlines()[0]}). "
+            "Convert the file: load it with torch.load, and save it with actorsnap"
+        ) from error
+    except Exception as error:
+        raise FormatError(key=key, detail=f"its pickle is damaged: {text_of(error)}") from error
+
+
+def top_level(state: Any) -> dict[str, Any]:
+    """Returns a saved object by top-level keys (``docs/migrating.md``, "Where a state is")."""
+    if (
+        isinstance(state, dict)
+        and all(isinstance(key, str) for key in state)
+        and any(_is_section(key, value) for key, value in state.items())
+    ):
+        return dict(state)
+    return {DEFAULT_KEY: state}
+
+
+def _is_section(key: str, value: object) -> bool:
+    # A module's extra state may be a dict next to its tensors.
+    return isinstance(value, dict) and not key.endswith("_extra_state")
+
+
+class _Dense(msgspec.Struct, frozen=True, eq=False):
+    """A dense tensor, or a part of a composite; ``start`` and ``stop`` are bytes of its storage."""
+
+    path: str
+    tensor: torch.Tensor
+    storage: SavedStorage
+    start: int
+    stop: int
+
+    def fills(self, start: int, stop: int) -> bool:
+        """Whether its elements are these bytes, in order."""
+        return (self.start, self.stop) == (start, stop) and self.tensor.is_contiguous()
+
+
+class StateDescriber:
+    """Describes a saved state. Tensors that overlap share their bytes, as in ``docs/format.md``.
+
+    Args:
+        ghosts: Of the pickle.
+        locate: Returns the place of bytes ``[start, stop)`` of a storage.
+        replicated: Whether all ranks may read it.
+    """
+
+    def __init__(
+        self,
+        description: Description,
+        ghosts: Ghosts,
+        locate: Callable[[SavedStorage, int, int], Stored],
+        *,
+        allow_pickle: bool,
+        replicated: bool = False,
+    ) -> None:
+        self._description = description
+        self._ghosts = ghosts
+        self._locate = locate
+        self._allow_pickle = allow_pickle
+        self._replicated = replicated
+        self._dense: dict[str, list[_Dense]] = {}
+
+    def add(self, states: Mapping[str, Any]) -> None:
+        """Adds states by path. Call it once.
+
+        Raises:
+            UsageError: A leaf is no tensor and no plain value. Names it.
+            FormatError: A tensor is not in its storage.
+        """
+        leaves: list[tuple[str, object]] = []
+        for root, state in states.items():
+            for path, value in zip(*flatten(root, state), strict=True):
+                if isinstance(value, torch.Tensor):
+                    leaves += self._dense_of(path, value)
+                else:
+                    leaves.append((path, value))
+        self._check_all_described()
+        tensors = self._tensor_entries()
+        for path, value in leaves:
+            if isinstance(value, _Dense):
+                self._description.entries += tensors[path]
+            elif isinstance(value, CompositeEntry):
+                self._description.entries.append(value)
+            elif isinstance(value, Container):
+                attributes = objects.encode_inline(value.metadata, path)
+                self._description.container(path, value.type, attributes=attributes)
+            else:
+                self._description.value(
+                    path, value, allow_pickle=self._allow_pickle, replicated=self._replicated
+                )
+
+    def _dense_of(self, path: str, tensor: torch.Tensor) -> list[tuple[str, object]]:
+        """Returns a dense tensor; or a composite, and its parts."""
+        if type(tensor) not in _TENSOR_TYPES:
+            raise UsageError(
+                f"{path!r} is a {type(tensor).__qualname__}: of such files only plain tensors can "
+                "be read. Save what it consists of"
+            )
+        if not is_composite(tensor):
+            return [(path, self._add_dense(path, tensor))]
+        try:
+            apart = take_apart(tensor)
+        except Exception as error:
+            apart = text_of(error)
+        if isinstance(apart, str):
+            raise UsageError(f"{path!r} cannot be described: {apart}")
+        layout, parameters, parts = apart
+        entry = CompositeEntry(
+            path=path,
+            layout=layout,
+            dtype=DTYPE_NAMES[tensor.dtype],
+            shape=tuple(tensor.shape),
+            parts=tuple([name for name, _ in parts]),
+            parameters={
+                name: objects.encode_inline(value, path) for name, value in parameters.items()
+            },
+            type=tensor_type(tensor),
+            requires_grad=tensor.requires_grad,
+            replicated=self._replicated,
+        )
+        named = [(part_path(path, name), part) for name, part in parts]
+        return [(path, entry), *[(part, self._add_dense(part, value)) for part, value in named]]
+
+    def _add_dense(self, path: str, tensor: torch.Tensor) -> _Dense:
+        saved = self._ghosts.of(tensor)
+        if saved is None:
+            if tensor.numel():
+                raise UsageError(f"{path!r} has no data: it was saved from the meta device")
+            saved = SavedStorage("", 0)
+        itemsize = tensor.dtype.itemsize
+        start = int(tensor.storage_offset()) * itemsize if tensor.numel() else 0
+        stop = start + extent_bytes(tuple(tensor.shape), tensor.stride(), itemsize)
+        if stop > saved.nbytes:
+            detail = f"the tensor ends at byte {stop} of the {saved.nbytes} of its storage"
+            raise FormatError(key=path, detail=detail)
+        dense = _Dense(path, tensor, saved, start, stop)
+        self._dense.setdefault(saved.key, []).append(dense)
+        return dense
+
+    def _check_all_described(self) -> None:
+        """Refuses objects with tensors: they would be without data."""
+        if not self._allow_pickle or self._ghosts.found.keys() <= self._dense.keys():
+            return
+        raise UsageError(
+            "there are tensors inside of other objects: load the file with torch.load, and save "
+            "the state_dict() of what it has"
+        )
+
+    def _tensor_entries(self) -> dict[str, list[Entry]]:
+        """Returns the entries of each dense tensor, by path."""
+        entries: dict[str, list[Entry]] = {}
+        for members in self._dense.values():
+            cluster: list[_Dense] = []
+            end = 0
+            for member in sorted(members, key=lambda member: (member.start, -member.stop)):
+                if cluster and member.start >= end:
+                    self._add_cluster(cluster, entries)
+                    cluster = []
+                cluster.append(member)
+                end = max(end, member.stop) if len(cluster) > 1 else member.stop
+            self._add_cluster(cluster, entries)
+        return entries
+
+    def _add_cluster(self, cluster: list[_Dense], entries: dict[str, list[Entry]]) -> None:
+        """Adds the entries of tensors with common bytes."""
+        start, stop = cluster[0].start, max([member.stop for member in cluster])
+        stored = self._locate(cluster[0].storage, start, stop)
+        base = next((member for member in cluster if member.fills(start, stop)), None)
+        if base is None:
+            of = part_path(cluster[0].path, "storage")
+            whole = TensorEntry(
+                path=of,
+                dtype="uint8",
+                shape=(stop - start,),
+                data=stored,
+                replicated=self._replicated,
+            )
+            entries[cluster[0].path] = [whole]
+        else:
+            of = base.path
+            entries[of] = [
+                TensorEntry(
+                    path=of,
+                    dtype=DTYPE_NAMES[base.tensor.dtype],
+                    shape=tuple(base.tensor.shape),
+                    data=stored,
+                    type=tensor_type(base.tensor),
+                    requires_grad=base.tensor.requires_grad,
+                    replicated=self._replicated,
+                )
+            ]
+        for member in cluster:
+            if member is not base:
+                view = ViewEntry(
+                    path=member.path,
+                    of=of,
+                    dtype=DTYPE_NAMES[member.tensor.dtype],
+                    shape=tuple(member.tensor.shape),
+                    strides=tuple(member.tensor.stride()),
+                    offset=member.start - start,
+                    type=tensor_type(member.tensor),
+                    requires_grad=member.tensor.requires_grad,
+                    replicated=self._replicated,
+                )
+                entries.setdefault(member.path, []).append(view)

@@ -1,0 +1,205 @@
+"""Reads files of ``torch.save``: zip files, and the format from before torch 1.6.
+
+Of a zip file it reads the directory, the pickle and the local headers of the storages. The older
+format has its pickles first: they are read until they are complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from io import BytesIO
+from typing import Any
+
+import msgspec
+
+from actorsnap.actors.formats import Foreign, Place
+from actorsnap.errors import ActorSnapError, FormatError, UsageError
+from actorsnap.format.foreign import LEGACY_MAGIC
+from actorsnap.format.manifest import Stored
+from actorsnap.interop.formats.describing import Description
+from actorsnap.interop.formats.pickles import (
+    Ghosts,
+    SavedStorage,
+    StateDescriber,
+    top_level,
+    unpickle,
+)
+from actorsnap.interop.formats.zip_directory import Read, Record, locate, read_directory
+from actorsnap.state.tree import escape
+from actorsnap.storage.base import for_each
+
+_ZIP_MAGIC = b"PK\x03\x04"
+_PICKLE = "/data.pkl"
+_NAME = "pytorch_model.bin"
+"""In an old Hugging Face repo."""
+
+_AT_ONCE = 16
+_FIRST_BYTES = 1 << 20
+"""Of the older format, read first."""
+
+_SMALL_BYTES = 64 << 10
+"""A file that is read at once."""
+
+_COUNT_BYTES = 8
+"""Before each storage of the older format: its number of elements."""
+
+
+class SavedFile(msgspec.Struct, frozen=True, eq=False):
+    """A file of ``torch.save`` without its data; ``starts``: where each storage begins."""
+
+    key: str
+    state: Any
+    ghosts: Ghosts
+    starts: Mapping[str, int]
+
+    def stored(
+        self, description: Description, saved: SavedStorage, start: int, stop: int
+    ) -> Stored:
+        """Returns the place of bytes ``[start, stop)`` of a storage."""
+        begin = self.starts.get(saved.key, 0)
+        return description.stored(self.key, begin + start, begin + stop)
+
+
+async def read(place: Place) -> Foreign | None:
+    """See ``actors.formats``."""
+    key, head = place.file, place.head
+    if not key:
+        info = await place.find(_NAME)
+        if info is None:
+            return None
+        key, head = _NAME, await place.get(_NAME, 0, min(info.size, 512))
+    await place.find(key)
+    if head.startswith(_ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
+        saved = await read_zip(place, key, allow_pickle=place.allow_pickle)
+    elif head.startswith(LEGACY_MAGIC):
+        saved = await _read_legacy(place, key)
+    else:
+        return None
+    return await place.run_blocking(_describe, place, saved)
+
+
+async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
+    """Reads a zip file that ``Place.find`` has found, all but its tensors.
+
+    Raises:
+        UsageError: It needs something that is not allowed. Names it.
+        FormatError: It is damaged.
+    """
+    size = place.used[key].size
+    read = await _reader(place, key, size)
+    records = {record.name: record for record in await read_directory(read, size, key)}
+    pickles = [name for name in records if name.endswith(_PICKLE) and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise FormatError(key=key, detail=f"it has {len(pickles)} records data.pkl")
+    prefix = pickles[0].removesuffix("data.pkl")
+    if f"{prefix}constants.pkl" in records:
+        raise UsageError(
+            f"{key} is a TorchScript program, not a checkpoint: load it with torch.jit.load, and "
+            "save its state_dict()"
+        )
+
+    async def content(name: str) -> bytes:
+        record = await locate(read, records[name], size, key)
+        return await read(record.start, record.start + record.size)
+
+    if f"{prefix}byteorder" in records:
+        _check_order(await content(f"{prefix}byteorder"), key)
+    pickled = BytesIO(await content(pickles[0]))
+    ghosts = Ghosts()
+    state = await place.run_blocking(
+        partial(unpickle, pickled, ghosts, key, allow_pickle=allow_pickle)
+    )
+    found: dict[str, Record] = {}
+
+    async def find(name: str) -> None:
+        saved, record = ghosts.found[name], records.get(f"{prefix}data/{name}")
+        if record is None or record.size != saved.nbytes:
+            has = "no" if record is None else f"{record.size} bytes of"
+            raise FormatError(
+                key=key, detail=f"it has {has} data/{name:.80}, which has {saved.nbytes} bytes"
+            )
+        found[name] = await locate(read, record, size, key)
+
+    await for_each(list(ghosts.found), find, at_once=_AT_ONCE)
+    return SavedFile(key, state, ghosts, {name: record.start for name, record in found.items()})
+
+
+async def _reader(place: Place, key: str, size: int) -> Read:
+    """Reads a small file at once: most requests are for a few bytes."""
+    if size > _SMALL_BYTES:
+        return partial(place.get, key)
+    data = await place.get(key, 0, size)
+
+    async def read(start: int, stop: int) -> bytes:
+        return data[start:stop]
+
+    return read
+
+
+def _check_order(order: bytes, key: str) -> None:
+    if order.strip() != b"little":
+        raise UsageError(
+            f"{key} is of byte order {order[:20].decode('latin-1')!r}: load it with torch.load, "
+            "and save it again on a little-endian machine"
+        )
+
+
+async def _read_legacy(place: Place, key: str) -> SavedFile:
+    size = place.used[key].size
+    data = b""
+    while True:
+        stop = min(size, max(_FIRST_BYTES, 8 * len(data)))
+        data += await place.get(key, len(data), stop)
+        ghosts = Ghosts()
+        try:
+            state, starts = await place.run_blocking(
+                _parse_legacy, data, ghosts, key, size, place.allow_pickle
+            )
+        except ActorSnapError:
+            if stop == size:
+                raise
+        else:
+            return SavedFile(key, state, ghosts, starts)
+
+
+def _parse_legacy(
+    data: bytes, ghosts: Ghosts, key: str, size: int, allow_pickle: bool
+) -> tuple[Any, dict[str, int]]:
+    """Returns the state, and where each storage begins.
+
+    Raises:
+        ActorSnapError: ``data`` is not long enough, damaged, or refused.
+    """
+    file = BytesIO(data)
+    load: Callable[[], Any] = partial(unpickle, file, ghosts, key, allow_pickle=allow_pickle)
+    _, version, system = load(), load(), load()
+    if version != 1001 or not isinstance(system, dict):
+        raise FormatError(key=key, detail=f"its format has the version {version!r:.80}")
+    _check_order(b"little" if system.get("little_endian", True) else b"big", key)
+    state = load()
+    names = load()
+    if not isinstance(names, list) or sorted(names) != sorted(ghosts.found):
+        raise FormatError(key=key, detail="its storages are not those of its pickle")
+    at = file.tell()
+    starts: dict[str, int] = {}
+    for name in names:
+        starts[name] = at + _COUNT_BYTES
+        at = starts[name] + ghosts.found[name].nbytes
+    if at != size:
+        what = "truncated" if at > size else "too long"
+        raise FormatError(key=key, detail=f"{what}: {size} bytes, its storages end at {at}")
+    return state, starts
+
+
+def _describe(place: Place, saved: SavedFile) -> Foreign:
+    description = Description(place)
+    describer = StateDescriber(
+        description,
+        saved.ghosts,
+        partial(saved.stored, description),
+        allow_pickle=place.allow_pickle,
+    )
+    states = top_level(saved.state)
+    describer.add({escape(name): state for name, state in states.items()})
+    return Foreign(format="torch.save", manifests=(description.manifest(),))

@@ -1,0 +1,132 @@
+"""Finds the records of a zip file by ranges of it, without reading them.
+
+Only what ``torch.save`` writes: stored records, not compressed, on one disk, with or without zip64.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Awaitable, Callable
+
+import msgspec
+
+from actorsnap.errors import FormatError
+
+Read = Callable[[int, int], Awaitable[bytes]]
+"""Returns bytes ``[start, stop)``."""
+
+_END = struct.Struct("<4s4H2LH")
+_END_64 = struct.Struct("<4sQ2H2L4Q")
+_LOCATOR_64 = struct.Struct("<4sLQL")
+_MEMBER = struct.Struct("<4s6H3L5H2L")
+_LOCAL = struct.Struct("<4s5H3L2H")
+
+_MAX_COMMENT_BYTES = 1 << 16
+_TAIL_BYTES = _END.size + _LOCATOR_64.size + _END_64.size + _MAX_COMMENT_BYTES
+_IN_64 = 0xFFFFFFFF
+
+
+class Record(msgspec.Struct, frozen=True):
+    """A record: ``size`` bytes from ``start`` on.
+
+    Attributes:
+        header: Where its local header begins.
+        packing: Why its bytes are not those in the file: ``"compressed"``; empty if they are.
+    """
+
+    name: str
+    header: int
+    size: int
+    start: int = -1
+    packing: str = ""
+
+
+async def read_directory(read: Read, size: int, key: str) -> list[Record]:
+    """Returns the records of a zip file of ``size`` bytes, with ``start`` still unknown.
+
+    Raises:
+        FormatError: It is no such zip file, or truncated.
+    """
+    tail_start = max(0, size - _TAIL_BYTES)
+    tail = await read(tail_start, size)
+    at = tail.rfind(b"PK\x05\x06")
+    if at < 0 or at + _END.size > len(tail):
+        raise FormatError(key=key, detail="truncated: the end of the zip directory is missing")
+    *_, count, length, start, _ = _END.unpack_from(tail, at)
+    locator = at - _LOCATOR_64.size
+    if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
+        _, _, end_64, _ = _LOCATOR_64.unpack_from(tail, locator)
+        if not 0 <= end_64 <= size - _END_64.size:
+            raise FormatError(key=key, detail="damaged: the zip64 directory is outside of the file")
+        data = await read(end_64, end_64 + _END_64.size)
+        magic, *_, count, length, start = _END_64.unpack(data)
+        if magic != b"PK\x06\x06":
+            raise FormatError(key=key, detail="damaged: no zip64 directory is where it should be")
+    if not 0 <= start <= start + length <= tail_start + at:
+        raise FormatError(key=key, detail="damaged: the zip directory is outside of the file")
+    if start >= tail_start:
+        directory = tail[start - tail_start : start - tail_start + length]
+    else:
+        directory = await read(start, start + length)
+    try:
+        return _parse(directory, count, key)
+    except (struct.error, UnicodeDecodeError, IndexError) as error:
+        raise FormatError(key=key, detail=f"its zip directory is damaged: {error}") from error
+
+
+def _parse(directory: bytes, count: int, key: str) -> list[Record]:
+    records: list[Record] = []
+    names: set[str] = set()
+    at = 0
+    for _ in range(count):
+        fields = _MEMBER.unpack_from(directory, at)
+        magic, flags, method, header = fields[0], fields[3], fields[4], fields[-1]
+        stored, size, name_len, extra_len, comment_len = fields[8:13]
+        if magic != b"PK\x01\x02":
+            raise FormatError(key=key, detail="its zip directory is damaged")
+        at += _MEMBER.size
+        name = directory[at : at + name_len].decode()
+        extra = directory[at + name_len : at + name_len + extra_len]
+        at += name_len + extra_len + comment_len
+        size, stored, header = _wide(extra, size, stored, header)
+        packing = "encrypted" if flags & 1 else "compressed" if method or stored != size else ""
+        if name in names:
+            raise FormatError(key=key, detail=f"two records have the name {name!r:.200}")
+        names.add(name)
+        records.append(Record(name, header, size, packing=packing))
+    return records
+
+
+def _wide(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, int]:
+    """Returns sizes and offset with those of the zip64 field in place of full ones."""
+    at = 0
+    while at + 4 <= len(extra):
+        kind, length = struct.unpack_from("<2H", extra, at)
+        if kind == 1:
+            values = iter(struct.unpack_from(f"<{length // 8}Q", extra, at + 4))
+            size = next(values, size) if size == _IN_64 else size
+            stored = next(values, stored) if stored == _IN_64 else stored
+            header = next(values, header) if header == _IN_64 else header
+            break
+        at += 4 + length
+    return size, stored, header
+
+
+async def locate(read: Read, record: Record, file_size: int, key: str) -> Record:
+    """Returns a record with its ``start``, which only its local header tells.
+
+    Raises:
+        FormatError: There is no such header; the record is not in the file, or is packed.
+    """
+    if record.packing:
+        detail = f"{record.name!r:.200} is {record.packing}: torch.save does not write that"
+        raise FormatError(key=key, detail=detail)
+    header = record.header
+    if not 0 <= header <= file_size - _LOCAL.size:
+        raise FormatError(key=key, detail=f"{record.name!r:.200} is outside of the file")
+    data = await read(header, header + _LOCAL.size)
+    magic, *_, name_len, extra_len = _LOCAL.unpack(data)
+    start = header + _LOCAL.size + name_len + extra_len
+    if magic != b"PK\x03\x04" or start + record.size > file_size:
+        raise FormatError(key=key, detail=f"{record.name!r:.200} is not where the directory says")
+    return msgspec.structs.replace(record, start=start)
