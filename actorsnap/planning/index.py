@@ -458,7 +458,20 @@ class IndexBuilder:
         if self._is_own:
             own = iter(dict.fromkeys(entry.path for entry in self._template.entries))
             order = [next(own) if path in self._own_paths else path for path in order]
-        return order
+        return self._parents_first(order)
+
+    def _parents_first(self, paths: Iterable[str]) -> list[str]:
+        """Moves containers before what is in them: partial manifests need not have them."""
+        found: dict[str, None] = {}
+        last = ""
+        for path in paths:
+            parent = path[: max(path.rfind("/"), 0)]
+            if parent != last:
+                above = [each for each in ancestors(path) if each in self._entries]
+                found.update(dict.fromkeys(reversed(above)))
+                last = parent
+            found[path] = None
+        return list(found)
 
 
 class _Order:

@@ -194,6 +194,32 @@ def test_a_rank_that_wants_boxes_of_others_reads_little_of_its_own(
     assert all(len(reads.of(each)) == 1 for each in asked if each != rank)
 
 
+class _WithOptimizer(Many):
+    """Two of three tensors are under a key of their own."""
+
+    def __init__(self, kind: str, ranks: int, tensors: int) -> None:
+        super().__init__(kind, ranks, tensors)
+        optimizer = [f"optim/state/{n}" for n in range(2 * tensors)]
+        self._numbers |= {path: tensors + n for n, path in enumerate(optimizer)}
+        self.paths += optimizer
+
+
+def test_parts_of_lower_ranks(tmp_path: Path) -> None:
+    """They come first, and without the containers that the rank's own manifest has."""
+    many = _WithOptimizer("hsdp", RANKS, 100)
+    many.write(tmp_path)
+    rank = 12
+    paths = [path for path in many.paths if path.startswith("model/")]
+    names = [path.removeprefix("model/") for path in paths]
+    zeros = torch.zeros(many.shape)
+    state = {"model": StateDict({name: sharded(zeros, rank, RANKS) for name in names})}
+    restore(tmp_path, rank, state)
+    for name, path in zip(names, paths, strict=True):
+        whole = torch.from_numpy(many.value(path))
+        local = state["model"][name].to_local()
+        assert torch.equal(local, sharded(whole, rank, RANKS).to_local()), path
+
+
 def test_what_no_rank_has_is_compared_nevertheless(tmp_path: Path) -> None:
     """Nobody stored the rows that the rank wants: the tensor's shape differs."""
     many = Many("fsdp", RANKS, 40)

@@ -22,6 +22,7 @@ from actorsnap.options import Options
 from actorsnap.planning.survey import Survey
 from actorsnap.runtime import manifests, partial_index
 from actorsnap.state.restore import reads
+from actorsnap.state.sources import Captured, Leaf
 from actorsnap.storage.base import ObjectInfo, Storage
 from actorsnap.storage.fs import FsStorage
 from actorsnap.storage.registry import open_storage, register
@@ -41,6 +42,17 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reads, "MAX_PLANNED_READS", 24)
     batches = Survey.batches
     monkeypatch.setattr(Survey, "batches", lambda survey: batches(survey, 1))
+
+
+class _Stages(Many):
+    """Each rank is a stage of a pipeline, with tensors that no other rank has."""
+
+    def captured(self, rank: int) -> Captured:
+        captured = super().captured(rank)
+        others = set(self.paths) - set(self.paths[rank :: self.ranks])
+        return Captured(
+            [p for p in captured.parts if not isinstance(p, Leaf) or p.item.path not in others]
+        )
 
 
 @pytest.mark.usefixtures("in_pieces")
@@ -107,6 +119,14 @@ def _flip(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-9] ^= 1
     path.write_bytes(data)
+
+
+def test_stages_of_a_pipeline_are_intact(tmp_path: Path) -> None:
+    many = _Stages("ddp", 4, 12)
+    snapshot = Snapshot(many.write(tmp_path))
+    assert snapshot.verify("full").problems == ()
+    found = _flat(snapshot.get_state_dict_for_key("model"), "")
+    assert set(found) == {path.removeprefix("model/") for path in many.paths}
 
 
 @pytest.mark.usefixtures("in_pieces")
