@@ -24,7 +24,7 @@ from actorsnap.interop.formats.describing import DEFAULT_KEY, Description
 from actorsnap.state import objects
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.tensors import DTYPE_NAMES, tensor_type
-from actorsnap.state.tree import Container, escape, flatten, part_path
+from actorsnap.state.tree import Container, flatten, part_path
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -172,15 +172,15 @@ class StateDescriber:
         self._dense: dict[str, list[_Dense]] = {}
 
     def add(self, states: Mapping[str, Any]) -> None:
-        """Adds states by top-level key. Call it once.
+        """Adds states by escaped path. Call it once.
 
         Raises:
             UsageError: A leaf is no tensor and no plain value. Names it.
             FormatError: A tensor is not in its storage.
         """
         leaves: list[tuple[str, object]] = []
-        for key, state in states.items():
-            for path, value in zip(*flatten(escape(key), state), strict=True):
+        for at, state in states.items():
+            for path, value in zip(*flatten(at, state), strict=True):
                 if isinstance(value, torch.Tensor):
                     leaves += self._dense_of(path, value)
                 else:

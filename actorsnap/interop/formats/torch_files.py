@@ -11,6 +11,8 @@ from functools import partial
 from io import BytesIO
 from typing import Any
 
+import msgspec
+
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import ActorSnapError, FormatError, UsageError
 from actorsnap.format.foreign import LEGACY_MAGIC
@@ -23,7 +25,14 @@ from actorsnap.interop.formats.pickles import (
     top_level,
     unpickle,
 )
-from actorsnap.interop.formats.zip_directory import Record, locate, read_directory
+from actorsnap.interop.formats.zip_directory import (
+    Reading,
+    Record,
+    answered,
+    locate,
+    read_directory,
+)
+from actorsnap.state.tree import escape
 from actorsnap.storage.base import for_each
 
 _ZIP_MAGIC = b"PK\x03\x04"
@@ -55,10 +64,39 @@ async def read(place: Place) -> Foreign | None:
     return None
 
 
-async def _read_zip(place: Place, key: str) -> Foreign:
-    size = place.used[key].size
-    read = partial(place.get, key)
-    records = {record.name: record for record in await read_directory(read, size, key)}
+class Archive(msgspec.Struct, frozen=True):
+    """A zip file of ``torch.save``.
+
+    Attributes:
+        pickle: Content of the record ``data.pkl``.
+        storages: Records by the storage's name, with ``start`` still unknown.
+    """
+
+    pickle: bytes
+    storages: dict[str, Record]
+
+    def record(self, saved: SavedStorage, key: str) -> Record:
+        """Returns the record of a storage.
+
+        Raises:
+            FormatError: It is missing, or of another size.
+        """
+        record = self.storages.get(saved.key)
+        if record is None or record.size != saved.nbytes:
+            has = "no" if record is None else f"{record.size} bytes of"
+            detail = f"it has {has} data/{saved.key:.80}, which has {saved.nbytes} bytes"
+            raise FormatError(key=key, detail=detail)
+        return record
+
+
+def read_archive(size: int, key: str, **tail_bytes: int) -> Reading[Archive]:
+    """Reads a zip file of ``torch.save``, of ``size`` bytes; see ``read_directory``.
+
+    Raises:
+        UsageError: It is big-endian, or a TorchScript program.
+        FormatError: It is damaged, or no such file.
+    """
+    records = yield from read_directory(size, key, **tail_bytes)
     pickles = [name for name in records if name.endswith(_PICKLE) and name.count("/") == 1]
     if len(pickles) != 1:
         raise FormatError(key=key, detail=f"it has {len(pickles)} records data.pkl")
@@ -69,30 +107,33 @@ async def _read_zip(place: Place, key: str) -> Foreign:
             "save its state_dict()"
         )
 
-    async def content(name: str) -> bytes:
-        record = await locate(read, records[name], size, key)
-        return await read(record.start, record.start + record.size)
+    def content(name: str) -> Reading[bytes]:
+        record = yield from locate(records[name], size, key)
+        return (yield record.start, record.start + record.size)
 
     if f"{prefix}byteorder" in records:
-        _check_order(await content(f"{prefix}byteorder"), key)
-    pickled = BytesIO(await content(pickles[0]))
+        _check_order((yield from content(f"{prefix}byteorder")), key)
+    pickled = yield from content(pickles[0])
+    begin = f"{prefix}data/"
+    storages = {n.removeprefix(begin): r for n, r in records.items() if n.startswith(begin)}
+    return Archive(pickled, storages)
+
+
+async def _read_zip(place: Place, key: str) -> Foreign:
+    size = place.used[key].size
+    read = partial(place.get, key)
+    archive = await answered(read_archive(size, key), read)
     ghosts = Ghosts()
     state = await place.run_blocking(
-        partial(unpickle, pickled, ghosts, key, allow_pickle=place.allow_pickle)
+        partial(unpickle, BytesIO(archive.pickle), ghosts, key, allow_pickle=place.allow_pickle)
     )
-    found: dict[str, Record] = {}
+    starts: dict[str, int] = {}
 
     async def find(name: str) -> None:
-        saved, record = ghosts.found[name], records.get(f"{prefix}data/{name}")
-        if record is None or record.size != saved.nbytes:
-            has = "no" if record is None else f"{record.size} bytes of"
-            raise FormatError(
-                key=key, detail=f"it has {has} data/{name:.80}, which has {saved.nbytes} bytes"
-            )
-        found[name] = await locate(read, record, size, key)
+        record = archive.record(ghosts.found[name], key)
+        starts[name] = (await answered(locate(record, size, key), read)).start
 
     await for_each(list(ghosts.found), find, at_once=_AT_ONCE)
-    starts = {name: record.start for name, record in found.items()}
     return await place.run_blocking(_describe, place, key, state, ghosts, starts)
 
 
@@ -161,6 +202,6 @@ def _describe(
         return description.stored(key, begin + start, begin + stop)
 
     describer = StateDescriber(description, ghosts, stored, allow_pickle=place.allow_pickle)
-    describer.add(top_level(state))
+    describer.add({escape(name): value for name, value in top_level(state).items()})
     manifest: RankManifest = description.manifest()
     return Foreign(format="torch.save", manifests=(manifest,))
