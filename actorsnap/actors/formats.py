@@ -29,6 +29,7 @@ logger = Log(__name__)
 ENTRY_POINT_GROUP = "actorsnap.formats"
 
 _BUILT_IN = {
+    "dcp": "actorsnap.interop.formats.dcp_folders:read",
     "safetensors": "actorsnap.interop.formats.safetensors_files:read",
     "torch": "actorsnap.interop.formats.torch_files:read",
 }

@@ -35,7 +35,7 @@ from actorsnap.interop.formats.zip_directory import (
 from actorsnap.state.tree import escape
 from actorsnap.storage.base import for_each
 
-_ZIP_MAGIC = b"PK\x03\x04"
+ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE = "/data.pkl"
 _NAME = "pytorch_model.bin"
 """In an old Hugging Face repo."""
@@ -57,7 +57,7 @@ async def read(place: Place) -> Foreign | None:
             return None
         key, head = _NAME, await place.get(_NAME, 0, min(info.size, 512))
     await place.find(key)
-    if head.startswith(_ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
+    if head.startswith(ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
         return await _read_zip(place, key)
     if head.startswith(LEGACY_MAGIC):
         return await _read_legacy(place, key)

@@ -55,6 +55,17 @@ async def answered(reading: Reading[T], read: Callable[[int, int], Awaitable[byt
         return result
 
 
+def answered_from(data: bytes, reading: Reading[T]) -> T:
+    """Returns the result of ``reading`` a file whose content is ``data``."""
+    try:
+        start, stop = next(reading)
+        while True:
+            start, stop = reading.send(data[start:stop])
+    except StopIteration as ended:
+        result: T = ended.value
+        return result
+
+
 def read_directory(
     size: int, key: str, tail_bytes: int = _TAIL_BYTES
 ) -> Reading[dict[str, Record]]:
