@@ -21,7 +21,14 @@ from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import RankManifest, Stored
 from actorsnap.interop.formats.dcp_items import Content, Located, locate_items
-from actorsnap.interop.formats.dcp_metadata import DcpMetadata, Item, Leaf, Path, decode_metadata
+from actorsnap.interop.formats.dcp_metadata import (
+    DcpMetadata,
+    Item,
+    Leaf,
+    Path,
+    bytes_io_of,
+    decode_metadata,
+)
 from actorsnap.interop.formats.describing import DEFAULT_KEY, Description, path_of
 from actorsnap.interop.formats.pickles import Ghosts, SavedStorage, StateDescriber, unpickle
 from actorsnap.planning.index import ancestors
@@ -183,7 +190,14 @@ class _Describer:
             self._add_dense(path, leaf, item, self._of_safetensors(leaf, item))
             return
         name = f"{leaf.fqn!r:.200} in {item.file}"
-        value, ghosts = self._unpickle(content, name)
+        try:
+            value, ghosts = self._unpickle(content, name)
+        except UsageError as error:
+            if item.box is not None:
+                raise
+            # The rest of the folder is as good as before.
+            self._description.refused(path, error)
+            return
         for saved in ghosts.found.values():
             content.archive.record(saved, name)
             if saved.key not in content.starts:
@@ -213,7 +227,11 @@ class _Describer:
         found = self._unpickled.get(pickled)
         if found is None:
             ghosts = Ghosts()
-            value = unpickle(BytesIO(pickled), ghosts, name, allow_pickle=self._allow_pickle)
+            content_of_io = bytes_io_of(pickled)
+            if content_of_io is not None:
+                value: Any = (BYTES_IO, content_of_io)
+            else:
+                value = unpickle(BytesIO(pickled), ghosts, name, allow_pickle=self._allow_pickle)
             found = value, ghosts
             if not self._allow_pickle:  # plain values, which nothing changes
                 self._unpickled[pickled] = found

@@ -8,7 +8,7 @@ to 2.13, whose files differ only in the modules of some classes.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from io import BytesIO
 from typing import Any, TypeAlias
 
@@ -58,10 +58,16 @@ _INERT = frozenset(
 )
 """Module and name of the globals that become inert classes."""
 
+_OF_BYTES_IO = frozenset([("_io", "BytesIO"), ("_codecs", "encode"), ("__builtin__", "bytes")])
+
 _BUILT_IN: Mapping[tuple[str, str], type] = {
     ("torch", "Size"): tuple,
     ("collections", "OrderedDict"): dict,
 }
+
+
+BYTES_IO = "actorsnap.BytesIO"
+"""Begins a pair with the content of a ``BytesIO``, also in snapshots of ``interop.dcp``."""
 
 
 class Item(msgspec.Struct, frozen=True):
@@ -109,9 +115,11 @@ class _Inert:
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, data: bytes, allow_pickle: bool) -> None:
+    """Knows the globals ``known``, or any, if that is None."""
+
+    def __init__(self, data: bytes, known: Collection[tuple[str, str]] | None) -> None:
         super().__init__(BytesIO(data))
-        self._allow_pickle = allow_pickle
+        self._known = known
         self._classes: dict[tuple[str, str], Any] = {}
         self.refused = ""
 
@@ -121,7 +129,7 @@ class _Unpickler(pickle.Unpickler):
             return _BUILT_IN[place]
         if module == "torch" and name in DTYPES:
             return name
-        if place not in _INERT and not self._allow_pickle:
+        if self._known is not None and place not in self._known:
             self.refused = f"{module}.{name}"
             raise pickle.UnpicklingError(self.refused)
         # A class of its own: a pickle can change the attributes of classes.
@@ -138,7 +146,7 @@ def decode_metadata(data: bytes, key: str, *, allow_pickle: bool = False) -> Dcp
         UsageError: It names another class or function.
         FormatError: It is damaged, or contradicts itself.
     """
-    unpickler = _Unpickler(data, allow_pickle)
+    unpickler = _Unpickler(data, None if allow_pickle else _INERT)
     try:
         loaded = unpickler.load()
     except Exception as error:
@@ -154,6 +162,27 @@ def decode_metadata(data: bytes, key: str, *, allow_pickle: bool = False) -> Dcp
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         detail = f"it is no metadata of torch.distributed.checkpoint: {text_of(error)}"
         raise FormatError(key=key, detail=detail) from error
+
+
+def bytes_io_of(pickled: bytes) -> bytes | None:
+    """Returns the content of a pickled ``BytesIO``; None for any other pickle.
+
+    DCP's planners take one for a value, and torch's weights-only unpickler refuses it.
+    """
+    if b"BytesIO" not in pickled[:32]:
+        return None
+    try:
+        found = _Unpickler(pickled, _OF_BYTES_IO).load()
+    except Exception:
+        return None
+    match getattr(found, "state", None):
+        case (_Inert(args=()), int(), None):
+            return b""
+        case (_Inert(args=(str() as text, "latin1")), int(), None):  # bytes, to Python 2
+            return text.encode("latin-1", "replace")
+        case (bytes() as content, int(), None):
+            return content
+    return None
 
 
 def _state(found: Any, *names: str) -> dict[str, Any]:

@@ -104,6 +104,10 @@ class Description:
             ) from error
         self.entries.append(ValueEntry(path=path, value=encoded, **fields))
 
+    def refused(self, path: str, reason: UsageError) -> None:
+        """Adds a value that raises ``reason`` when it is restored, read or copied."""
+        self.entries.append(ValueEntry(path=path, value=objects.Refused(str(reason))))
+
     def manifest(self, optimizers: Mapping[str, str] | None = None) -> RankManifest:
         return RankManifest(
             attempt="",
