@@ -22,6 +22,7 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import RankManifest, Stored
 from actorsnap.interop.formats.dcp_items import Content, Located, locate_items
 from actorsnap.interop.formats.dcp_metadata import (
+    BYTES_IO,
     DcpMetadata,
     Item,
     Leaf,
