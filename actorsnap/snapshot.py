@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import AsyncIterator, Callable, Generator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, Literal, Self
 
 from actorsnap.actors.trace import Progress
 from actorsnap.errors import name_methods
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
+from actorsnap.planning.renaming import Rename
 from actorsnap.runtime import copy, location, maintenance, reading, recover, restore, taking, verify
 from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.location import AppState
@@ -238,6 +239,9 @@ class Snapshot(SnapshotHandle):
         app_state: AppState,
         *,
         strict: bool = True,
+        keys: Collection[str] | None = None,
+        rename: Rename | None = None,
+        cast: bool = False,
         group: Any = None,
         store: Any = None,
         progress: bool = False,
@@ -287,7 +291,16 @@ class Snapshot(SnapshotHandle):
 
         Args:
             app_state: Statefuls by key.
-            strict: False restores leaves that fit, leaves the rest unchanged and reports it.
+            strict: False restores leaves that fit, leaves the rest unchanged and reports it. If
+                nothing fits, a warning is logged.
+            keys: Keys of ``app_state`` to restore; None: all of them.
+            rename: Changes the snapshot's paths (``"model/0.weight"``) before they are compared. A
+                dict replaces the longest prefix that it has: ``{"state_dict": "model"}`` moves a
+                key, ``{"model/module.": "model/"}`` drops a wrapper's name. A str is a prefix to
+                drop from the names below all keys: ``"_orig_mod."``. A function gets each path,
+                also those of containers, and returns the new one, or None to leave it out.
+            cast: Convert between floating-point dtypes: a tensor of another one is read into
+                memory of its own (of a DTensor, the part that this process holds), then copied.
             group, store, progress: See ``take``.
 
         Returns:
@@ -315,12 +328,20 @@ class Snapshot(SnapshotHandle):
                 group=group,
                 store=store,
                 progress=progress,
+                selection=restore.Selection(keys=keys, rename=rename, cast=cast),
             )
         )
 
     @async_call
     async def plan_restore(
-        self, app_state: AppState, *, group: Any = None, store: Any = None
+        self,
+        app_state: AppState,
+        *,
+        keys: Collection[str] | None = None,
+        rename: Rename | None = None,
+        cast: bool = False,
+        group: Any = None,
+        store: Any = None,
     ) -> RestorePlan:
         """Reports the reads of a ``restore`` and the leaves that do not fit; changes nothing.
 
@@ -332,7 +353,12 @@ class Snapshot(SnapshotHandle):
             Exception: Any error of a ``state_dict``.
         """
         return await self._run(
-            restore.plan_restore(self._source, app_state, group=group, store=store)
+            restore.plan_restore(
+                *(self._source, app_state),
+                group=group,
+                store=store,
+                selection=restore.Selection(keys=keys, rename=rename, cast=cast),
+            )
         )
 
     @async_call

@@ -42,20 +42,25 @@ from actorsnap.manager.keeper import (
 )
 from actorsnap.options import Options
 from actorsnap.planning.keeping import KeepPolicy, Verdict, leftovers
-from actorsnap.runtime.copy import CopyEvent, copy
+from actorsnap.runtime.copy import CopyEvent, CopyReport, copy
 from actorsnap.runtime.deletion import Deleter, Deletions
 from actorsnap.runtime.host import Call, Host, Script, wait_done
-from actorsnap.runtime.location import make_location
+from actorsnap.runtime.location import Location, make_location
+from actorsnap.runtime.offloaded_copy import RemoteCopy
 from actorsnap.runtime.pacing import paced
 from actorsnap.runtime.roots import Listing, Root
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import run_on_loop
-from actorsnap.runtime.source import OpenSource
+from actorsnap.runtime.source import OpenSource, Source
+from actorsnap.runtime.uploader_client import find_usable_uploader
 
 logger = Log(__name__)
 
 _MAX_LOOK_S = 5.0
 """Time that a save waits for the root."""
+
+_ASIDE_BYTES = 16 << 20
+"""With a smaller snapshot a drain starts no process."""
 
 
 def add_tier(root: Root, tiers: object, options: Options) -> Root:
@@ -335,17 +340,9 @@ class TieredKeeper(Keeper):
     async def _drain(self, name: StepName) -> bool:
         """Copies a snapshot to the root, unless it fails."""
         source, target = self._tier.snapshot(name), self._root.snapshot(name)
-        share = 0.0
-
-        def note(event: CopyEvent) -> None:
-            nonlocal share
-            share = event.done_bytes / max(1, event.total_bytes)
-
         host, url = Host.get(), self._tier.url_of(name)
         try:
-            with paced(source.options, lambda: share) as pace:
-                copying = copy(source, target.location, overwrite=False, on_event=note, pace=pace)
-                report = await run_on_loop(host, copying)
+            report = await copy_aside(host, source, target.location)
             if not report.was_there:
                 self._root.forget(name)
             elif name in self._root.damaged:
@@ -500,3 +497,33 @@ class TieredKeeper(Keeper):
         if name not in result.deleted:
             taken = RootTaken(url=self._root.url, generation=intent.generation)
             raise result.failed.get(name, taken)
+
+
+async def copy_aside(host: Host, source: Source, to: Location) -> CopyReport:
+    """Copies a snapshot where a trainer notices it least: in its uploader process.
+
+    With ``offload="auto"`` it does not wait for the process: the first large copy is made here.
+
+    Raises:
+        ActorSnapError: See ``copy``.
+    Cancellation: Ends the copy, which a later one resumes.
+    """
+    share = 0.0
+    uploader = find_usable_uploader(host, [source.location, to], source.options)
+
+    def note(done_bytes: int, total_bytes: int) -> None:
+        nonlocal share
+        share = done_bytes / max(1, total_bytes)
+
+    def note_event(event: CopyEvent) -> None:
+        note(event.done_bytes, event.total_bytes)
+        if uploader is not None and event.total_bytes >= _ASIDE_BYTES:
+            host.call_soon(uploader.start)
+
+    with paced(source.options, lambda: share) as pace:
+        if uploader is not None and (source.options.offload == "process" or uploader.is_ready):
+            report = await RemoteCopy(uploader, source, to, note).run()
+            if report is not None:
+                return report
+        copying = copy(source, to, overwrite=False, on_event=note_event, pace=pace)
+        return await run_on_loop(host, copying)

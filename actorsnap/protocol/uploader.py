@@ -74,13 +74,20 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     duty: float | None = None
 
 
+class Place(msgspec.Struct, frozen=True, array_like=True):
+    """See ``runtime.location.Location``."""
+
+    display_url: str
+    url: bytes
+    storage_options: dict[str, Any]
+
+
 class BeginSave(_SaveFrame, frozen=True, tag="s"):
     """Begins a save.
 
     Attributes:
         structure: None: the one sent before with this digest.
         values: Value entries as JSON, by index; without a structure only the changed ones.
-        display_url, url, storage_options: See ``runtime.location.Location``.
         left_s: Rest of ``Options.timeout_s``.
         previous_attempt: The attempt of a process that died in this save, or empty.
         forgotten: Digest of a structure that no later save uses, or empty.
@@ -89,9 +96,7 @@ class BeginSave(_SaveFrame, frozen=True, tag="s"):
     digest: bytes
     structure: Structure | None
     values: list[tuple[int, bytes]]
-    display_url: str
-    url: bytes
-    storage_options: dict[str, Any]
+    place: Place
     options: bytes
     left_s: float
     budget_bytes: int
@@ -105,6 +110,19 @@ class BeginSave(_SaveFrame, frozen=True, tag="s"):
     team: int | None = None
     rank: int = 0
     world_size: int = 1
+
+
+class BeginCopy(_SaveFrame, frozen=True, tag="C"):
+    """Begins a copy of a snapshot, which ends by ``CancelSave`` or ``CopyEnded``.
+
+    Attributes:
+        is_paced: By the duty of ``Configure``.
+    """
+
+    source: Place
+    to: Place
+    options: bytes
+    is_paced: bool
 
 
 class Staged(_SaveFrame, frozen=True, tag="c"):
@@ -173,7 +191,9 @@ class LeaveTeam(msgspec.Struct, frozen=True, array_like=True, tag="L"):
 
 
 ToSave: TypeAlias = Staged | CancelSave | EndReceived | Answered | TakeOver
-ToProcess: TypeAlias = ToSave | BeginSave | Configure | LeaveTeam | AttemptsEnded | Alive
+ToProcess: TypeAlias = (
+    ToSave | BeginSave | BeginCopy | Configure | LeaveTeam | AttemptsEnded | Alive
+)
 
 
 class AnswerWanted(_SaveFrame, frozen=True, tag="q"):
@@ -249,6 +269,20 @@ class Finished(_SaveFrame, frozen=True, tag="f"):
     retries: int = 0
 
 
+class CopyMoved(_SaveFrame, frozen=True, tag="M"):
+    """Progress of a copy."""
+
+    done_bytes: int
+    total_bytes: int
+
+
+class CopyEnded(_SaveFrame, frozen=True, tag="E"):
+    """The outcome of a copy: an error or a ``CopyReport``."""
+
+    error: tuple[EncodedError, ...] | None
+    report: bytes = b""
+
+
 class Logged(msgspec.Struct, frozen=True, array_like=True, tag="l"):
     """A line for the trainer's log."""
 
@@ -259,6 +293,14 @@ class Logged(msgspec.Struct, frozen=True, array_like=True, tag="l"):
 
 
 FromSave: TypeAlias = (
-    Begun | MessageSent | AnswerWanted | TakeOverPrepared | StagingWanted | Progressed | Finished
+    Begun
+    | MessageSent
+    | AnswerWanted
+    | TakeOverPrepared
+    | StagingWanted
+    | Progressed
+    | Finished
+    | CopyMoved
+    | CopyEnded
 )
 FromProcess: TypeAlias = FromSave | Logged | AttemptsEnded | Alive

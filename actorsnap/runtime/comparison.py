@@ -35,6 +35,7 @@ class Compared:
         parts: The restorable part of each key, in load order.
         adapting: The comparison of each module that adapts the loaded state itself.
         missing, unexpected, mismatched, kept: See ``RestoreReport``.
+        keys: Of the snapshot.
         without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
         unplaced: Paths without a place here, by escaped key. Other ranks may have one (pipeline
             stages).
@@ -50,6 +51,13 @@ class Compared:
     unplaced: dict[str, tuple[str, ...]] = field(default_factory=dict)
     hints: list[str] = field(default_factory=list)
     without_optim: list[str] = field(default_factory=list)
+
+    keys: tuple[str, ...] = ()
+
+    @property
+    def num_restored(self) -> int:
+        """Number of leaves that the snapshot gives."""
+        return sum([part.match.num_restored for part in self.parts.values()])
 
     def build(self) -> dict[str, Any]:
         states = {key: part.build() for key, part in self.parts.items()}
@@ -92,18 +100,25 @@ def wanted_of(app_state: AppState, states: Mapping[str, Any]) -> Wants:
 
 
 def compare(
-    index: Index, app_state: AppState, states: Mapping[str, Any], *, rank: int, options: Options
+    index: Index,
+    app_state: AppState,
+    states: Mapping[str, Any],
+    *,
+    rank: int,
+    options: Options,
+    casts: bool = False,
 ) -> Compared:
     """Compares an app state with a snapshot.
 
     Args:
         index: As seen by ``rank``.
         states: In load order.
+        casts: See ``match_key``.
 
     Raises:
         UsageError, FormatError, MemoryError: See ``prepare``.
     """
-    comparer = _Comparer(index, app_state, states, rank, options)
+    comparer = _Comparer(index, app_state, states, rank, options, casts)
     for key in states:
         comparer.compare(key)
     comparer.separate_memory()
@@ -117,6 +132,7 @@ class _Comparer:
     states: Mapping[str, Any]
     rank: int
     options: Options
+    casts: bool
 
     def __post_init__(self) -> None:
         index, app_state, states, options = self.index, self.app_state, self.states, self.options
@@ -128,7 +144,8 @@ class _Comparer:
             {} if options.allow_optimizer_change else _changed_optimizers(app_state, index)
         )
         self.compared = Compared(
-            without_optim=[key for key in states if join(key, "optim") in self._changed]
+            keys=tuple(self._entries),
+            without_optim=[key for key in states if join(key, "optim") in self._changed],
         )
         self._states = {
             key: {name: value for name, value in state.items() if name != "optim"}
@@ -219,6 +236,7 @@ class _Comparer:
             matching=Matching.KEYS if is_fresh else matching_of(self.app_state[key]),
             unshared=unshared,
             world_size=self.index.world_size,
+            casts=self.casts,
         )
 
     def _must_keep(self, key: str, private: Sequence[str]) -> bool:

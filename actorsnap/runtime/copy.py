@@ -15,6 +15,8 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager, null
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 import anyio
 import anyio.lowlevel
@@ -50,15 +52,16 @@ from actorsnap.planning.copy import (
 )
 from actorsnap.planning.survey import Batch, Survey, reduced
 from actorsnap.runtime.bars import Amount, shown
-from actorsnap.runtime.convert import Conversion
 from actorsnap.runtime.copy_claim import CopyClaim, naming_side
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag
 from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts, find_claims
 from actorsnap.runtime.manifests import ManifestStream
-from actorsnap.runtime.reading import begins_anew
-from actorsnap.runtime.source import OpenSource, Source, opened_storage
+from actorsnap.runtime.source import OpenSource, Source, begins_anew, opened_storage
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
+
+if TYPE_CHECKING:
+    from actorsnap.runtime.convert import Conversion
 
 logger = Log(__name__)
 
@@ -255,7 +258,9 @@ class _Copy:
             self._copied_bytes += nbytes
             await self._report_event(CopyEventKind.COPIED, key, nbytes)
 
-        job = Conversion(
+        # With torch, which the uploader process lacks and a snapshot does not need.
+        convert = await self._errands.run_blocking(import_module, "actorsnap.runtime.convert")
+        job: Conversion = convert.Conversion(
             self.opened, self.target, self.copier, on_moved=note_moved, on_copied=note_copied
         )
         await self._errands.run_blocking(job.plan)

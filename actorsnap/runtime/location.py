@@ -9,9 +9,10 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import StorageError, UsageError
+from actorsnap.errors import StorageError, UsageError, printable
 from actorsnap.format.manifest import check_json
 from actorsnap.options import Options, from_env
+from actorsnap.protocol.uploader import Place
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import RunBlocking, Storage, StorageContext
 from actorsnap.storage.registry import (
@@ -44,6 +45,20 @@ class Location:
     def canonical(self) -> str:
         """The form in which ranks compare places."""
         return canonical(self.url)
+
+    @property
+    def place(self) -> Place:
+        """The form for the uploader process."""
+        url = self.url.encode("utf-8", "surrogatepass")
+        return Place(printable(self.display_url), url, self.storage_options)
+
+    @classmethod
+    def at(cls, place: Place) -> Location:
+        return cls(
+            display_url=place.display_url,
+            url=place.url.decode("utf-8", "surrogatepass"),
+            storage_options=place.storage_options,
+        )
 
 
 async def open_location(

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.fetcher import RangeRequest
-from actorsnap.errors import SnapshotReplaced, UsageError, did_you_mean
+from actorsnap.errors import UsageError, did_you_mean
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.manifest import Commit, Entry, ManifestRecord, RankManifest, ValueEntry
 from actorsnap.log import Log
@@ -28,7 +27,7 @@ from actorsnap.planning.index import (
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.manifests import ManifestStream, in_turn, index_progress
 from actorsnap.runtime.partial_index import FEW_RANKS, PartialIndex
-from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore.aliasing import mark_written
 from actorsnap.state.restore.allocation import Wanted
@@ -43,33 +42,6 @@ P = ParamSpec("P")
 
 _MAX_SHARDS = 1 << 17
 """Shards whose entries are in memory together."""
-
-_MAX_TRIES = 3
-"""Tries, if the snapshot is replaced meanwhile."""
-
-
-def begins_anew(
-    script: Callable[Concatenate[Source, P], Script[T]],
-) -> Callable[Concatenate[Source, P], Script[T]]:
-    """Starts a reading call again if the snapshot is replaced.
-
-    All tries share one ``timeout_s``. Format errors name the snapshot.
-    """
-
-    @functools.wraps(script)
-    def wrapped(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> Script[T]:
-        source = source.for_one_call()
-        with source.naming():
-            for _ in range(_MAX_TRIES - 1):
-                try:
-                    return (yield from script(source, *args, **kwargs))
-                except SnapshotReplaced as error:
-                    if error.is_deleted:
-                        raise
-                    logger.info("%s Reading the new one", error)
-            return (yield from script(source, *args, **kwargs))
-
-    return wrapped
 
 
 @begins_anew

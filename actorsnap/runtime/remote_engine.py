@@ -22,7 +22,7 @@ from actorsnap.actors.commit import is_committed
 from actorsnap.actors.items import StagedChunk, StagedMemory, StagingOrder, release_leases
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Phase, Record
-from actorsnap.errors import describe, printable, set_cause
+from actorsnap.errors import describe, set_cause
 from actorsnap.log import Log
 from actorsnap.planning.packing import write_order
 from actorsnap.protocol import uploader as frames
@@ -195,9 +195,7 @@ class RemoteEngine:
                 digest=described.digest,
                 structure=described.structure,
                 values=list(enumerate(described.values)),
-                display_url=printable(request.location.display_url),
-                url=request.location.url.encode("utf-8", "surrogatepass"),
-                storage_options=request.location.storage_options,
+                place=request.location.place,
                 # The trainer writes the trace; its path may not be UTF-8.
                 options=msgspec.msgpack.encode(
                     msgspec.structs.replace(request.options, trace=None)

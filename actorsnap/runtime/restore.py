@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,15 @@ from actorsnap.errors import (
     ActorSnapError,
     IncompatibleState,
     RestoreAborted,
+    UsageError,
     call_user_code,
     describe,
+    did_you_mean,
     printable,
 )
 from actorsnap.log import Log
 from actorsnap.planning.index import Index, Wants
+from actorsnap.planning.renaming import Rename, function_of, renamed
 from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.messages import CallKind, Label
@@ -35,10 +39,9 @@ from actorsnap.runtime.comparison import Compared, compare, wanted_of
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import AppState, check_flag
 from actorsnap.runtime.partial_index import PartialIndex
-from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.rounds import Rounds, call_together
 from actorsnap.runtime.shared_reads import RestoreReads
-from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.runtime.team import Team, find_team
 from actorsnap.runtime.tracing import Observation, observe
 from actorsnap.state.restore.build import KeyRestore
@@ -46,6 +49,40 @@ from actorsnap.state.stateful import RNGState, loader, torch_complaints, validat
 from actorsnap.state.tree import escape, join
 
 logger = Log(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What of a snapshot goes where; see ``Snapshot.restore``."""
+
+    keys: Collection[str] | None = None
+    rename: Rename | None = None
+    cast: bool = False
+
+    def __post_init__(self) -> None:
+        check_flag("cast", self.cast)
+        if self.rename is not None:
+            function_of(self.rename)
+        if isinstance(self.keys, str) or not isinstance(self.keys, Collection | None):
+            raise UsageError(f"keys must be a list of keys of the app state, not {self.keys!r}")
+
+    def of(self, app_state: AppState) -> AppState:
+        """Returns the selected part of an app state.
+
+        Raises:
+            UsageError: It has no such key.
+        """
+        if self.keys is None:
+            return app_state
+        for key in self.keys:
+            if key not in app_state:
+                hint = did_you_mean(key, app_state) or f"it has {', '.join(map(repr, app_state))}"
+                raise UsageError(f"keys: the app state has no key {key!r}; {hint}")
+        return {key: app_state[key] for key in app_state if key in self.keys}
+
+
+_EVERYTHING = Selection()
+_EVERY_LEAF = Wants(lambda path: True, {})
 
 
 class _LeftOut(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,6 +153,7 @@ def restore(
     group: Any,
     store: Any,
     progress: bool = False,
+    selection: Selection = _EVERYTHING,
 ) -> Script[RestoreReport]:
     """Restores on all ranks together, in the rounds of ``protocol.restore``."""
     team = find_team(group, store)
@@ -123,7 +161,9 @@ def restore(
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
 
     def body(rounds: Rounds) -> Script[RestoreReport]:
-        return restore_by(rounds, source, app_state, strict=strict, progress=progress)
+        return restore_by(
+            *(rounds, source, app_state), strict=strict, progress=progress, selection=selection
+        )
 
     return (yield from call_together(team, label, source.options, decisions, body))
 
@@ -135,6 +175,7 @@ def restore_by(
     *,
     strict: bool,
     progress: bool = False,
+    selection: Selection = _EVERYTHING,
 ) -> Script[RestoreReport]:
     """Runs this rank's part, observed."""
     observation = observe("restore", source.options)
@@ -145,7 +186,9 @@ def restore_by(
         world_size=1 if rounds.team is None else rounds.team.world_size,
     )
     try:
-        report = yield from _restore(rounds, source, app_state, strict, progress, observation)
+        report = yield from _restore(
+            rounds, source, app_state, selection, strict, progress, observation
+        )
     except Exception as error:
         yield partial(end, outcome="failed", error=describe(error))
         raise
@@ -161,6 +204,7 @@ def _restore(
     rounds: Rounds,
     source: Source,
     app_state: AppState,
+    selection: Selection,
     strict: bool,
     progress: bool,
     observation: Observation,
@@ -169,7 +213,9 @@ def _restore(
     check_flag("strict", strict)
     check_flag("progress", progress)
     note = observation.caller.note
-    compared, reads = yield from _compare(rounds, source, app_state, observation)
+    validate_app_state(app_state)
+    app_state = selection.of(app_state)
+    compared, reads = yield from _compare(rounds, source, app_state, selection, observation)
     plan = yield from _agree(rounds, compared, reads, strict=strict)
     note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
@@ -184,6 +230,14 @@ def _restore(
     yield from rounds.arrive(then=Stage.LOAD)
     report = _load(compared, states, loaders, strict, reads.bytes_needed, rounds.team)
     note(Work.LOAD)
+    if not strict and not report.is_complete and not compared.num_restored:
+        logger.warning(
+            "%s: nothing of it was restored, because nothing fits the app state. Missing: %s. It "
+            "has: %s. See rename=",
+            source.location.display_url,
+            _few(report.missing),
+            _few(report.unexpected) or _few(compared.keys),
+        )
     yield from rounds.arrive()
     return report
 
@@ -195,7 +249,12 @@ def _amount_of(reads: RestoreReads) -> Amount:
 
 @begins_anew
 def plan_restore(
-    source: Source, app_state: AppState, *, group: Any, store: Any
+    source: Source,
+    app_state: AppState,
+    *,
+    group: Any,
+    store: Any,
+    selection: Selection = _EVERYTHING,
 ) -> Script[RestorePlan]:
     """Runs ``restore`` without reading data; reports the plan."""
     team = find_team(group, store)
@@ -203,7 +262,10 @@ def plan_restore(
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode), is_dry_run=True)
 
     def body(rounds: Rounds) -> Script[RestorePlan]:
-        compared, reads = yield from _compare(rounds, source, app_state, Observation("restore"))
+        validate_app_state(app_state)
+        compared, reads = yield from _compare(
+            rounds, source, selection.of(app_state), selection, Observation("restore")
+        )
         plan = yield from _agree(rounds, compared, reads, strict=True)
         weighed: ReadCost = yield lambda host: host.run_blocking(reads.weigh, host, plan)
         payload = yield from rounds.arrive(msgspec.msgpack.encode(weighed))
@@ -226,11 +288,18 @@ def plan_restore(
 # The steps --------------------------------------------------------------------------------------
 
 
+def _few(paths: Sequence[str]) -> str:
+    return ", ".join(paths[:3]) + ("" if len(paths) <= 3 else f" and {len(paths) - 3} more")
+
+
 def _compare(
-    rounds: Rounds, source: Source, app_state: AppState, observation: Observation
+    rounds: Rounds,
+    source: Source,
+    app_state: AppState,
+    selection: Selection,
+    observation: Observation,
 ) -> Script[tuple[Compared, RestoreReads]]:
     """Reads the index; compares once all ranks read the same."""
-    validate_app_state(app_state)
     num_ranks = 1 if rounds.team is None else rounds.team.world_size
     begun = yield from _begin_index(source, rounds.rank, num_ranks)
     attempt = begun.attempt if isinstance(begun, Index) else begun.commit.attempt
@@ -244,9 +313,19 @@ def _compare(
         index = begun
     else:
         alike = msgspec.msgpack.decode(payload, type=Alike).leaves if payload else ()
-        index = yield from _complete_index(source, begun, wanted_of(app_state, states), alike)
+        # Before the names are changed, nobody knows what is wanted.
+        is_renamed = selection.rename is not None
+        wants = _EVERY_LEAF if is_renamed else wanted_of(app_state, states)
+        index = yield from _complete_index(source, begun, wants, alike)
         observation.caller.note(Work.INDEX)
-    compared = compare(index, app_state, states, rank=rounds.rank, options=source.options)
+    if selection.rename is not None:
+        index = renamed(index, selection.rename)
+    compared = compare(
+        *(index, app_state, states),
+        rank=rounds.rank,
+        options=source.options,
+        casts=selection.cast,
+    )
     # Escaped names can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
     observation.caller.note(Work.COMPARE)

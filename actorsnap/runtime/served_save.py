@@ -284,11 +284,7 @@ class ServedSave:
 def _request_of(frame: frames.BeginSave) -> SaveRequest:
     options = msgspec.msgpack.decode(frame.options, type=Options)
     return SaveRequest(
-        location=Location(
-            display_url=frame.display_url,
-            url=frame.url.decode("utf-8", "surrogatepass"),
-            storage_options=frame.storage_options,
-        ),
+        location=Location.at(frame.place),
         overwrite=frame.overwrite,
         resume=frame.resume,
         step=frame.step,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import (
     AbstractAsyncContextManager,
@@ -11,7 +12,7 @@ from contextlib import (
 )
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import anyio
 
@@ -19,8 +20,9 @@ from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.actors.fetcher import FetcherPool
 from actorsnap.actors.formats import OpenForeign
 from actorsnap.actors.snapshot_reader import SnapshotReader
-from actorsnap.errors import ChecksumMismatch, FormatError, StorageError
+from actorsnap.errors import ChecksumMismatch, FormatError, SnapshotReplaced, StorageError
 from actorsnap.format.manifest import Commit, RankManifest
+from actorsnap.log import Log
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.index import Index, index_of
 from actorsnap.runtime import partial_index
@@ -31,9 +33,15 @@ from actorsnap.storage.base import Storage, for_each
 from actorsnap.storage.registry import folder_and_name
 
 T = TypeVar("T")
+P = ParamSpec("P")
+
+logger = Log(__name__)
 
 MAX_SMALL_READS = 16
 """Maximum number of concurrent requests for small objects."""
+
+_MAX_TRIES = 3
+"""Tries, if the snapshot is replaced meanwhile."""
 
 
 @dataclass(slots=True)
@@ -300,7 +308,11 @@ async def _errands(
     try:
         await begun.wait()
         yield AbandonableTasks(
-            tasks, run_blocking=host.run_blocking, label=label, on_retry=on_retry
+            # In the uploader process a copy is bulk work.
+            tasks,
+            run_blocking=host.run_cpu,
+            label=label,
+            on_retry=on_retry,
         )
     finally:
         over.set()
@@ -310,3 +322,27 @@ def _is_damage(error: Exception) -> bool:
     if isinstance(error, ExceptionGroup):
         return error.subgroup(ChecksumMismatch) is not None
     return isinstance(error, ChecksumMismatch)
+
+
+def begins_anew(
+    script: Callable[Concatenate[Source, P], Script[T]],
+) -> Callable[Concatenate[Source, P], Script[T]]:
+    """Starts a reading call again if the snapshot is replaced.
+
+    All tries share one ``timeout_s``. Format errors name the snapshot.
+    """
+
+    @functools.wraps(script)
+    def wrapped(source: Source, /, *args: P.args, **kwargs: P.kwargs) -> Script[T]:
+        source = source.for_one_call()
+        with source.naming():
+            for _ in range(_MAX_TRIES - 1):
+                try:
+                    return (yield from script(source, *args, **kwargs))
+                except SnapshotReplaced as error:
+                    if error.is_deleted:
+                        raise
+                    logger.info("%s Reading the new one", error)
+            return (yield from script(source, *args, **kwargs))
+
+    return wrapped

@@ -7,7 +7,6 @@ for the runtime's loop. ``snapshot`` drives it with ``await``, ``sync`` by block
 from __future__ import annotations
 
 import concurrent.futures
-import logging
 import os
 import time
 import weakref
@@ -18,7 +17,6 @@ from functools import partial
 from typing import Any, Self, TypeVar
 
 import anyio
-import msgspec
 
 from actorsnap.actors.fence import Fence, Watch
 from actorsnap.actors.trace import Work
@@ -48,13 +46,13 @@ from actorsnap.runtime.remote_engine import RemoteEngine
 from actorsnap.runtime.save import Save, SaveRequest
 from actorsnap.runtime.team import Membership, Team, find_team
 from actorsnap.runtime.tracing import observe
-from actorsnap.runtime.uploader_client import Uploader, find_uploader
+from actorsnap.runtime.uploader_client import Uploader, find_uploader, find_usable_uploader
 from actorsnap.state import devices
 from actorsnap.state.capture import capture
 from actorsnap.state.lazy import StepHook, check_optimizer, find_lazy
 from actorsnap.state.process_group import global_rank, likely_ranks
 from actorsnap.state.sources import Captured
-from actorsnap.storage.registry import find_opener, is_ready, is_shared
+from actorsnap.storage.registry import find_opener, is_ready
 
 T = TypeVar("T")
 
@@ -210,7 +208,7 @@ def _prepare(
         begun_s=call.begun_s,
     )
     save = Save(host, request, membership=membership, fence=fence, observation=observation)
-    if is_async and options.offload != "thread" and is_shared(location.url):
+    if is_async:
         uploader = _choose_uploader(host, location, options, captured, save.world_size)
         if uploader is not None:
             save.engine = RemoteEngine(save, captured, uploader)
@@ -223,31 +221,12 @@ def _choose_uploader(
     host: Host, location: Location, options: Options, captured: Captured, num_ranks: int
 ) -> Uploader | None:
     """None: it should not or cannot make the save."""
-    is_auto = options.offload == "auto" and not options.detach
     nbytes = sum([leaf.item.nbytes for leaf in captured.leaves])
+    is_auto = options.offload == "auto" and not options.detach
     if is_auto and not _pays(nbytes, num_ranks):
         return None
-    try:
-        _check_sendable(location.storage_options)
-        uploader = find_uploader(host)
-    except (
-        TypeError,
-        ValueError,
-        OverflowError,
-        RecursionError,
-        OSError,
-        msgspec.MsgspecError,
-    ) as error:
-        logger.log(
-            logging.DEBUG if is_auto else logging.WARNING,
-            "snapshot %s: no uploader process for it: %s",
-            location.display_url,
-            error,
-        )
-        return None
-    if not uploader.is_usable:
-        return None
-    if is_auto and not uploader.is_ready:
+    uploader = find_usable_uploader(host, [location], options)
+    if uploader is not None and is_auto and not uploader.is_ready:
         # For the next save; this one does not wait.
         host.call_soon(uploader.start)
         return None
@@ -257,22 +236,6 @@ def _choose_uploader(
 def _pays(nbytes: int, num_ranks: int) -> bool:
     """Returns whether an uploader process costs less than threads."""
     return nbytes >= _AUTO_BYTES and has_cores(num_ranks)
-
-
-def _check_sendable(storage_options: dict[str, Any]) -> None:
-    """Raises if the options would not arrive unchanged."""
-    data = msgspec.msgpack.encode(storage_options)
-    if not _is_same(msgspec.msgpack.decode(data, type=dict[str, Any]), storage_options):
-        raise ValueError("storage_options would arrive changed: use lists, str and numbers")
-
-
-def _is_same(there: Any, here: Any) -> bool:
-    """Equal and of the same types: an enum differs from its value."""
-    if type(there) is not type(here) or there != here:
-        return False
-    if isinstance(there, dict):
-        return _is_same([*there], [*here]) and _is_same([*there.values()], [*here.values()])
-    return not isinstance(there, list) or all(map(_is_same, there, here))
 
 
 def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Save]:

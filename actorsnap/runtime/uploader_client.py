@@ -18,14 +18,15 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import anyio
 import msgspec
 
 from actorsnap.actors.abandonable import first_error
 from actorsnap.log import Log
+from actorsnap.options import Options
 from actorsnap.planning.packing import ObjectPlan, PackingRules, RankPlan, pack
 from actorsnap.protocol import uploader as frames
 from actorsnap.protocol.failure import Failure
@@ -40,11 +41,10 @@ from actorsnap.protocol.supervisor import (
 )
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.link import Link
+from actorsnap.runtime.location import Location
 from actorsnap.runtime.structure import Described
 from actorsnap.state.sources import Captured
-
-if TYPE_CHECKING:
-    from actorsnap.runtime.remote_engine import RemoteEngine
+from actorsnap.storage.registry import is_shared
 
 logger = Log(__name__)
 
@@ -73,6 +73,31 @@ _MAX_KNOWN = 4
 _PackKey: TypeAlias = tuple[bytes, int, PackingRules, RankPlan]
 
 
+class OffloadedWork(Protocol):
+    """The trainer's half of a save or a copy in the process. See ``SupervisorCommand``."""
+
+    @property
+    def is_detached(self) -> bool: ...
+
+    def begin(self, previous_attempt: str) -> None:
+        """Sends it."""
+        ...
+
+    def deliver(self, frame: frames.FromSave) -> None: ...
+
+    def abort(self, failure: Failure) -> None: ...
+
+    def make_here(self) -> None: ...
+
+    def let_go(self) -> None:
+        """Releases memory kept in case the process dies."""
+        ...
+
+    def close_mailbox(self) -> None:
+        """Hands the rank's mailbox over to the process."""
+        ...
+
+
 class Uploader:
     """The uploader process and its replacements. On the runtime's loop only.
 
@@ -86,7 +111,7 @@ class Uploader:
         self._arena = host.resources.arena.share()
         host.resources.attempts.on_end = lambda attempt: self.send(frames.AttemptsEnded([attempt]))
         self._numbers = itertools.count()
-        self._saves: dict[int, RemoteEngine] = {}
+        self._saves: dict[int, OffloadedWork] = {}
         self._process: subprocess.Popen[bytes] | None = None
         self.incarnation = 0
         self._link: Link[frames.FromProcess, frames.ToProcess] | None = None
@@ -114,7 +139,7 @@ class Uploader:
     def new_number(self) -> int:
         return next(self._numbers)
 
-    def add(self, number: int, save: RemoteEngine, *, rank: int, is_shared: bool) -> None:
+    def add(self, number: int, save: OffloadedWork, *, rank: int, is_shared: bool) -> None:
         self._saves[number] = save
         self._perform(self._machine.add_save(number, rank=rank, is_shared=is_shared))
 
@@ -163,7 +188,7 @@ class Uploader:
 
     def send_begin(self, frame: frames.BeginSave) -> None:
         """Begins a save, without structure and values that the process knows."""
-        self._send_environment()
+        self.send_environment()
         known = self._known.pop(frame.digest, None)
         if known is None:
             known = frame.values
@@ -178,7 +203,8 @@ class Uploader:
         self._known[frame.digest] = known
         self.send(frame)
 
-    def _send_environment(self) -> None:
+    def send_environment(self) -> None:
+        """Sends what changed since the last work."""
         before, now, log_level = self._environment, dict(os.environb), _log_level()
         changed = [
             (name, now.get(name)) for name in before | now if before.get(name) != now.get(name)
@@ -289,7 +315,7 @@ class Uploader:
             return  # ended here
         if isinstance(frame, frames.Begun | frames.StagingWanted):
             self._machine.note_begun(frame.number, frame.attempt)
-        elif isinstance(frame, frames.Finished):
+        elif isinstance(frame, frames.Finished | frames.CopyEnded):
             del self._saves[frame.number]
             self._machine.note_save_ended(frame.number)
         save.deliver(frame)
@@ -380,3 +406,53 @@ def find_uploader(host: Host) -> Uploader:
         if host.resources.uploader is None:
             host.resources.uploader = Uploader(host)
         return host.resources.uploader
+
+
+def find_usable_uploader(
+    host: Host, locations: Sequence[Location], options: Options
+) -> Uploader | None:
+    """Returns the runtime's uploader. Starts nothing.
+
+    Returns:
+        None: ``options`` want none, no process can be started, or it would not find or not
+        understand the locations.
+    """
+    if options.offload == "thread" or not all([is_shared(each.url) for each in locations]):
+        return None
+    try:
+        for each in locations:
+            _check_sendable(each.storage_options)
+        uploader = find_uploader(host)
+    except (
+        TypeError,
+        ValueError,
+        OverflowError,
+        RecursionError,
+        OSError,
+        msgspec.MsgspecError,
+    ) as error:
+        is_wanted = options.offload == "process" or options.detach
+        logger.log(
+            logging.WARNING if is_wanted else logging.DEBUG,
+            "snapshot %s: no uploader process for it: %s",
+            locations[-1].display_url,
+            error,
+        )
+        return None
+    return uploader if uploader.is_usable else None
+
+
+def _check_sendable(storage_options: dict[str, Any]) -> None:
+    """Raises if the options would not arrive unchanged."""
+    data = msgspec.msgpack.encode(storage_options)
+    if not _is_same(msgspec.msgpack.decode(data, type=dict[str, Any]), storage_options):
+        raise ValueError("storage_options would arrive changed: use lists, str and numbers")
+
+
+def _is_same(there: Any, here: Any) -> bool:
+    """Equal and of the same types: an enum differs from its value."""
+    if type(there) is not type(here) or there != here:
+        return False
+    if isinstance(there, dict):
+        return _is_same([*there], [*here]) and _is_same([*there.values()], [*here.values()])
+    return not isinstance(there, list) or all(map(_is_same, there, here))

@@ -1,10 +1,10 @@
 """The main program of the uploader process.
 
-Serves the trainer over the link, with a ``ServedSave`` per save. Its process group gets no Ctrl-C;
-its workers have a lower priority. After the trainer's end it finishes detached, staged saves and
-aborts the others. Until then it ignores SIGTERM: a system that preempts a job may send it to all
-processes, and the trainer decides whether to save or to end. Imports torch only for detached saves
-of several ranks.
+Serves the trainer over the link, with a ``ServedSave`` per save and a ``ServedCopy`` per copy. Its
+process group gets no Ctrl-C; its workers have a lower priority. After the trainer's end it finishes
+detached, staged saves and aborts the rest. Until then it ignores SIGTERM: a system that preempts a
+job may send it to all processes, and the trainer decides whether to save or to end. Imports torch
+only for detached saves of several ranks.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from actorsnap.protocol.failure import encode_value
 from actorsnap.runtime.arena import ArenaView
 from actorsnap.runtime.host import Host, shutdown
 from actorsnap.runtime.link import Link
+from actorsnap.runtime.offloaded_copy import ServedCopy
 from actorsnap.runtime.process import is_running
 from actorsnap.runtime.served_save import ServedSave
 from actorsnap.runtime.team import TeamMemory
@@ -93,7 +94,7 @@ class UploaderService:
         self._connection = connection
         self._link: Link[frames.ToProcess, frames.FromProcess]
         self._known: dict[bytes, tuple[frames.Structure, list[bytes]]] = {}
-        self._saves: dict[int, ServedSave] = {}
+        self._saves: dict[int, ServedSave | ServedCopy] = {}
         # By number, for later saves.
         self._teams: dict[int, TeamMemory] = {}
         self._ports: dict[str, StorePort] = {}
@@ -130,7 +131,7 @@ class UploaderService:
             save.cancel("the trainer has ended")
             save.break_off("the trainer has ended")
         for save in sorted(self._saves.values(), key=lambda save: save.call_number):
-            if save.is_detached:
+            if isinstance(save, ServedSave) and save.is_detached:
                 tasks.start_soon(save.continue_alone, self._ports)
         if self._saves:
             # Detached saves have their own deadlines.
@@ -156,7 +157,7 @@ class UploaderService:
     def view(self, offset: int, nbytes: int) -> memoryview:
         return self._arena.view(offset, nbytes)
 
-    def finish(self, frame: frames.Finished) -> None:
+    def finish(self, frame: frames.Finished | frames.CopyEnded) -> None:
         del self._saves[frame.number]
         self.reports_at_once = self.reports_at_once and bool(self._saves)
         self._link.send(frame)
@@ -167,6 +168,8 @@ class UploaderService:
         match frame:
             case frames.BeginSave():
                 self._begin(frame)
+            case frames.BeginCopy():
+                self._saves[frame.number] = ServedCopy(self._host, self, frame)
             case frames.Configure():
                 self._configure(frame)
             case frames.AttemptsEnded():

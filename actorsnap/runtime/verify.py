@@ -37,8 +37,7 @@ from actorsnap.planning.restore import check_chunks
 from actorsnap.planning.survey import Batch, Survey, SurveyedObject, reduced
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.manifests import ManifestStream, index_progress
-from actorsnap.runtime.reading import begins_anew
-from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.state.restore.verification import Doubtful, EntryCheck
 from actorsnap.state.sources import HostMemory
 from actorsnap.storage.base import for_each

@@ -15,7 +15,7 @@ import anyio
 
 from actorsnap import StorageFull
 from actorsnap.format.manifest import COMMIT_KEY
-from actorsnap.storage.base import ObjectWriter, Storage, StorageContext
+from actorsnap.storage.base import ObjectWriter, RunBlocking, Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.wrapper import Wrapper
 
@@ -23,9 +23,10 @@ from actorsnap.storage.wrapper import Wrapper
 class HeldStorage(Wrapper):
     """Operations: ``writer``, ``manifest``, ``commit``, and ``committed`` behind that."""
 
-    def __init__(self, inner: Storage, beside: Path) -> None:
+    def __init__(self, inner: Storage, beside: Path, run_blocking: RunBlocking) -> None:
         super().__init__(inner)
         self._beside = beside
+        self._run_blocking = run_blocking
 
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         await self._pass("writer", key)
@@ -44,7 +45,7 @@ class HeldStorage(Wrapper):
         await self._pass("committed", key)
 
     async def _pass(self, operation: str, key: str) -> None:
-        if (self._beside / f"fail-{operation}").exists():
+        if await self._is_there(f"fail-{operation}"):
             try:
                 raise ValueError("the client's own error")
             except ValueError as error:
@@ -55,13 +56,15 @@ class HeldStorage(Wrapper):
                     detail=os.environ.get("HELD_DETAIL", "no room"),
                     retry_after_s=1.5,
                 ) from error
-        hold = self._beside / f"hold-{operation}"
-        if hold.exists():
-            (self._beside / f"held-{operation}").touch()
-        while hold.exists():  # noqa: ASYNC110 - whoever removes it is another process
+        if await self._is_there(f"hold-{operation}"):
+            await self._run_blocking((self._beside / f"held-{operation}").touch)
+        while await self._is_there(f"hold-{operation}"):  # noqa: ASYNC110 - another process ends it
             await anyio.sleep(0.01)
+
+    async def _is_there(self, name: str) -> bool:
+        return await self._run_blocking((self._beside / name).exists)
 
 
 def open_held(url: str, context: StorageContext) -> Storage:
     path = Path(url.removeprefix("held://"))
-    return HeldStorage(open_fs(str(path), context), path.parent)
+    return HeldStorage(open_fs(str(path), context), path.parent, context.run_blocking)

@@ -42,11 +42,10 @@ from actorsnap.protocol.restore import Comparison, Ready, RestoreDecisions
 from actorsnap.runtime import taking
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import resolve_options
-from actorsnap.runtime.reading import begins_anew
 from actorsnap.runtime.rounds import Rounds, call_together
 from actorsnap.runtime.script import drive_sync
 from actorsnap.runtime.shared_reads import RestoreReads
-from actorsnap.runtime.source import Source
+from actorsnap.runtime.source import Source, begins_anew
 from actorsnap.runtime.team import find_team
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.capture import capture

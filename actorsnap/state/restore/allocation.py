@@ -96,6 +96,7 @@ class Allocation:
         values: Targets that the reads complete, by path.
         buffers: Leaves to decode.
         spread: Views to copy into a distributed target; ``fresh`` has the whole.
+        casts: Of distributed targets, by path: their pieces, each with one of the stored dtype.
     """
 
     reads: list[Wanted] = field(default_factory=list)
@@ -105,6 +106,7 @@ class Allocation:
     fresh: list[Fresh] = field(default_factory=list)
     buffers: list[tuple[Pair, bytearray]] = field(default_factory=list)
     spread: list[Pair] = field(default_factory=list)
+    casts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
 
 
 class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -260,7 +262,15 @@ def _add_boxes(
         memory.reads += _box_reads(planned, shards, [LocalPiece(whole, tensor, None)], None)
         return
     memory.values[path] = target
-    memory.destinations += _destinations_of_pieces(pair, base)
+    if pair.is_cast:
+        stored = [
+            LocalPiece(piece.box, empty_tensor(path, piece.box.sizes, dtype), piece.holders)
+            for piece in pieces
+        ]
+        memory.casts[path] = [(a.tensor, b.tensor) for a, b in zip(pieces, stored, strict=True)]
+        pieces = stored
+    else:
+        memory.destinations += _destinations_of_pieces(pair, base)
     reads = _box_reads(planned, shards, pieces, ())
     memory.reads += reads
     memory.surplus_bytes += sum(want.stored.stop - want.stored.start for want in reads)

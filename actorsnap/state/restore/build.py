@@ -30,7 +30,7 @@ from actorsnap.state.restore.allocation import (
 )
 from actorsnap.state.restore.match import Match, Pair, describe, leaves_of, match_key
 from actorsnap.state.stateful import Matching
-from actorsnap.state.tensors import bytes_of, carried, refusal, slices_of
+from actorsnap.state.tensors import bytes_of, carried, refusal, slices_of, tensor_type
 from actorsnap.state.tree import human, parent_of, part_path
 
 
@@ -62,6 +62,8 @@ class KeyRestore:
             value = values.get(path)
             if isinstance(value, torch.Tensor) and value is not match.targets.get(path):
                 vars(value).update(attributes)
+        for path, target in match.casts.items():
+            values[path] = _cast(memory, path, target, values[path])
         for path, other in match.aliases.items():
             values[path] = values[other]
         root = match.rules.root
@@ -79,6 +81,7 @@ def prepare(
     matching: Matching = Matching.KEYS,
     unshared: Iterable[str] = (),
     world_size: int = 1,
+    casts: bool = False,
 ) -> KeyRestore:
     """Prepares the restore of a key, or of less. Does not write to the target.
 
@@ -91,6 +94,7 @@ def prepare(
         matching: Under ``LEAVES``, leaves that ``target`` lacks are not read.
         unshared: Paths of leaves that get fresh memory.
         world_size: Number of ranks that saved.
+        casts: See ``match_key``.
 
     Raises:
         UsageError: Leaves are pickled, without ``allow_pickle``. Names all of them.
@@ -108,6 +112,7 @@ def prepare(
         allow_pickle=allow_pickle,
         matching=matching,
         world_size=world_size,
+        casts=casts,
     )
     return KeyRestore(match, find_memory(match))
 
@@ -232,6 +237,9 @@ def _spread(pair: Pair, whole: Any) -> Target | None:
     """Copies what a distributed target holds."""
     assert pair.sharding is not None
     for piece in pair.sharding.pieces:
+        if pair.is_cast:
+            piece.tensor.copy_(whole[slices_of(piece.box)])
+            continue
         _copy(piece.tensor, whole[slices_of(piece.box)])
     return pair.target
 
@@ -253,6 +261,18 @@ def _assemble(pair: Pair, values: dict[str, object]) -> object:
         raise FormatError(
             key=entry.path, detail=f"its parts make no {entry.layout} tensor: {error}"
         ) from error
+
+
+def _cast(memory: Allocation, path: str, target: torch.Tensor, value: Any) -> torch.Tensor:
+    """Returns a target with the values of another floating-point dtype."""
+    with torch.no_grad():
+        if path in memory.casts:
+            for local, stored in memory.casts[path]:
+                local.copy_(stored)
+            return target
+        if target.is_meta:
+            return typed(value.to(target.dtype), tensor_type(target), target.requires_grad)
+        return target.copy_(value)
 
 
 def _copy(target: torch.Tensor, value: torch.Tensor) -> None:

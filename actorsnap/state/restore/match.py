@@ -242,6 +242,7 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
         target: A tensor or array that fits; None makes a fresh value.
         sharding: That of a distributed target; else None.
         address: Of a target in CPU memory in C order, like the stored bytes; else None.
+        is_cast: The target is distributed, and of another dtype.
     """
 
     entry: AnyEntry
@@ -249,6 +250,7 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
     target: Target | None
     sharding: Sharding | None = None
     address: int | None = None
+    is_cast: bool = False
 
 
 class Interest:
@@ -293,6 +295,8 @@ class Match:
         attributes: Attributes of fresh tensors.
         aliases: Leaves that only the target has, by path: each is the same tensor as the restored
             leaf with the given path (a tied weight under its second name).
+        may_cast: See ``match_key``.
+        casts: Targets of another floating-point dtype than their leaves, by path.
         missing: Leaves or dict keys that only the target has.
         unexpected: Leaves that only the snapshot has.
         unplaced: Like ``unexpected``, but another rank may have them.
@@ -306,7 +310,9 @@ class Match:
     skeleton: Skeleton
     bases: Mapping[str, TensorEntry]
     world_size: int
+    may_cast: bool = False
     describer: Describer = field(default_factory=Describer)
+    casts: dict[str, torch.Tensor] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
     composites: list[Pair] = field(default_factory=list)
     parts: dict[str, TensorEntry | ViewEntry] = field(default_factory=dict)
@@ -323,6 +329,17 @@ class Match:
         """Whether the target has a leaf at ``path``; True without a target."""
         return self.rules.target is None or path in self.targets
 
+    @property
+    def num_restored(self) -> int:
+        """Number of leaves that the snapshot gives."""
+        kept = {*self.missing, *self.targets}
+        inline = [
+            path
+            for path, value in self.values.items()
+            if path not in kept or (path in self.targets and value is not self.targets[path])
+        ]
+        return len(self.pairs) + len(self.composites) + len(inline)
+
     def keep(self, path: str, target: object, why: str) -> None:
         self.mismatched.append(f"{path}: {why}")
         self.values[path] = target
@@ -337,6 +354,7 @@ def match_key(
     allow_pickle: bool,
     matching: Matching = Matching.KEYS,
     world_size: int = 1,
+    casts: bool = False,
 ) -> Match:
     """Compares entries with a target; see ``prepare`` for other parameters.
 
@@ -344,6 +362,7 @@ def match_key(
         root: Path of the target.
         entries: Entries outside of ``root`` are used only as bases of views.
         targets: Leaves of ``target``, or substitutes; ``leaves_of`` by default.
+        casts: A tensor fits another floating-point dtype.
 
     Raises:
         UsageError, FormatError: See ``prepare``.
@@ -361,6 +380,7 @@ def match_key(
         skeleton=Skeleton(root),
         bases={e.path: e for e in entries if type(e) is TensorEntry and e.path in viewed},
         world_size=world_size,
+        may_cast=casts,
     )
     for base in found.bases.values():
         check_tensor(base)
@@ -468,7 +488,15 @@ def _add_tensor(
     if isinstance(target, TARGET_TYPES):
         sharding = found.describer.describe(target) if is_distributed(target) else None
         why = _difference(entry, target, sharding)
-        if why is not None:
+        if why is not None and found.may_cast and _can_cast(entry, target, dtype, sharding):
+            assert isinstance(target, torch.Tensor)
+            assert not isinstance(sharding, str)
+            found.casts[path] = target
+            if sharding is not None:
+                pair = Pair(entry, dtype, target, sharding, is_cast=True)
+            elif target.is_meta:
+                found.on_meta.append(path)
+        elif why is not None:
             # Other ranks hold the rest of a distributed tensor.
             if sharding is not None or found.rules.is_kept(path, target, _kind_of(entry)):
                 found.keep(path, target, why)
@@ -483,6 +511,22 @@ def _add_tensor(
             assert not isinstance(sharding, str)
             pair = Pair(entry, dtype, target, sharding)
     (found.composites if isinstance(entry, CompositeEntry) else found.pairs).append(pair)
+
+
+def _can_cast(
+    entry: _TensorLike,
+    target: Target,
+    dtype: torch.dtype | None,
+    sharding: Sharding | str | None,
+) -> bool:
+    """Whether only the floating-point dtype differs."""
+    if dtype is None or not isinstance(target, torch.Tensor) or isinstance(sharding, str):
+        return False
+    have = target.dtype
+    if have is dtype or not (have.is_floating_point and dtype.is_floating_point):
+        return False
+    twin = msgspec.structs.replace(entry, dtype=DTYPE_NAMES[have])
+    return _difference(twin, target, sharding) is None
 
 
 def _refuse_pickles(pairs: Iterable[Pair]) -> None:

@@ -1,0 +1,124 @@
+"""Changes the paths of an index before it is compared with an app state.
+
+Checkpoints of wrapped models have prefixes (``_orig_mod.``, ``module.``), those of other programs
+other top-level keys. Must not know targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from actorsnap.errors import UsageError
+from actorsnap.format.manifest import ContainerEntry, ViewEntry
+from actorsnap.planning.index import AnyEntry, Index, ancestors
+
+Rename: TypeAlias = Mapping[str, str] | str | Callable[[str], str | None]
+"""See ``Snapshot.restore``."""
+
+
+def function_of(rename: object) -> Callable[[str], str | None]:
+    """Returns a rename as a function from a path to the new one, or to None: leave it out.
+
+    Raises:
+        UsageError: It is no rename.
+    """
+    if isinstance(rename, str) and rename:
+        return lambda path: _without_prefix(path, rename)
+    if isinstance(rename, Mapping):
+        if not all(isinstance(text, str) and old for old, text in rename.items()):
+            raise UsageError(f"rename must map path prefixes to others, not {dict(rename)!r:.200}")
+        # The longest first.
+        prefixes = sorted(rename.items(), key=lambda pair: -len(pair[0]))
+        return lambda path: _with_prefix(path, prefixes)
+    if callable(rename):
+        return rename
+    raise UsageError(
+        f"rename must be a dict, a prefix or a function of a path, not {type(rename).__name__}"
+    )
+
+
+def _without_prefix(path: str, prefix: str) -> str:
+    key, slash, name = path.partition("/")
+    return f"{key}{slash}{name.removeprefix(prefix)}"
+
+
+def _with_prefix(path: str, prefixes: Sequence[tuple[str, str]]) -> str:
+    for old, new in prefixes:
+        rest = path.removeprefix(old)
+        if path.startswith(old) and (old[-1] in "/." or rest[:1] in ("", "/")):
+            return f"{new}{rest}".removeprefix("/")
+    return path
+
+
+def renamed(index: Index, rename: Rename) -> Index:
+    """Returns an index with other paths.
+
+    Raises:
+        UsageError: Two leaves would have one path; a leaf has none; or a view would lose its base.
+    """
+    change = function_of(rename)
+    known: dict[str, str | None] = {}
+
+    def path_of(path: str) -> str | None:
+        base, at, part = path.partition("@")
+        if base not in known:
+            new = change(base)
+            if new is not None and not isinstance(new, str):
+                raise UsageError(f"rename returned {new!r:.80} for {base!r}, not a str or None")
+            known[base] = new
+        new = known[base]
+        return new and f"{new}{at}{part}"
+
+    containers: dict[str, ContainerEntry] = {}
+    leaves: dict[str, AnyEntry] = {}
+    order: list[str] = []
+    for entry in index.entries:
+        new = path_of(entry.path)
+        if isinstance(entry, ContainerEntry):
+            if new and new not in containers:
+                containers[new] = msgspec.structs.replace(entry, path=new)
+                order.append(new)
+            continue
+        if new is None:
+            continue
+        if not new or new in leaves:
+            what = f"{new!r} would be two leaves" if new else "it would have no path"
+            raise UsageError(f"rename of {entry.path!r}: {what}")
+        if isinstance(entry, ViewEntry):
+            base = path_of(entry.of)
+            if not base:
+                raise UsageError(
+                    f"rename leaves out {entry.of!r}, whose memory {entry.path!r} shares"
+                )
+            entry = msgspec.structs.replace(entry, of=base)
+        leaves[new] = msgspec.structs.replace(entry, path=new)
+        order.append(new)
+    private = [(path_of(path), ranks) for path, ranks in index.held_by_other_ranks.items()]
+    classes = [(path_of(path), name) for path, name in index.optimizers.items()]
+    return msgspec.structs.replace(
+        index,
+        entries=tuple(_in_order(order, containers, leaves)),
+        held_by_other_ranks={path: ranks for path, ranks in private if path},
+        optimizers={path: name for path, name in classes if path},
+    )
+
+
+def _in_order(
+    order: Sequence[str],
+    containers: Mapping[str, ContainerEntry],
+    leaves: Mapping[str, AnyEntry],
+) -> list[AnyEntry]:
+    """Returns entries so that containers precede their children."""
+    done: set[str] = set()
+    entries: list[AnyEntry] = []
+    for path in order:
+        for above in reversed([path, *ancestors(path)]):
+            if above in containers and above not in done:
+                done.add(above)
+                entries.append(containers[above])
+        if path in leaves:
+            entries.append(leaves[path])
+    return entries

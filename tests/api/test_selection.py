@@ -1,0 +1,173 @@
+"""Restores of a part of an app state, under other names, into other dtypes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from actorsnap import IncompatibleState, Options, RestoreReport, StateDict, UsageError
+from actorsnap.planning.shared_reads import ReadMode
+from actorsnap.protocol.restore import RestoreDecisions
+from actorsnap.runtime.location import Location
+from actorsnap.runtime.restore import Selection, restore_by
+from actorsnap.runtime.rounds import Alone
+from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
+from actorsnap.sync import Snapshot
+from tests.state.test_distributed import fake_rank
+
+pytestmark = pytest.mark.blocking
+
+
+def linear(value: float, dtype: torch.dtype = torch.float32) -> torch.nn.Linear:
+    module = torch.nn.Linear(4, 4, dtype=dtype)
+    torch.nn.init.constant_(module.weight, value)
+    torch.nn.init.constant_(module.bias, value)
+    return module
+
+
+def is_all(module: torch.nn.Module, value: float) -> bool:
+    return all(bool((parameter == value).all()) for parameter in module.parameters())
+
+
+def test_keys(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path, {"a": linear(1), "b": linear(2)})
+    state = {"a": linear(0), "b": linear(0)}
+    report = Snapshot(tmp_path).restore(state, keys=["b"])
+    assert report.is_complete
+    assert is_all(state["a"], 0)
+    assert is_all(state["b"], 2)
+    assert Snapshot(tmp_path).plan_restore(state, keys=["b"]).bytes_needed == report.nbytes
+    with pytest.raises(UsageError, match=r"no key 'bb'; did you mean 'b'"):
+        Snapshot(tmp_path).restore(state, keys=["bb"])
+    with pytest.raises(UsageError, match="keys must be a list"):
+        Snapshot(tmp_path).restore(state, keys="b")
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+@pytest.mark.parametrize(
+    "rename",
+    [
+        {"state_dict/module.": "model/", "state_dict": "model"},
+        lambda path: path.replace("state_dict", "model").replace("module.", ""),
+    ],
+)
+def test_rename(tmp_path: Path, is_foreign: bool, rename: Any) -> None:
+    saved = {"state_dict": torch.nn.ModuleDict({"module": linear(3)})}
+    path = tmp_path / "s"
+    if is_foreign:
+        torch.save({key: module.state_dict() for key, module in saved.items()}, path)
+    else:
+        Snapshot.take(path, saved)
+    module = linear(0)
+    with pytest.raises(IncompatibleState):
+        Snapshot(path).restore({"model": module})
+    assert Snapshot(path).plan_restore({"model": module}, rename=rename).bytes_needed == 80
+    assert Snapshot(path).restore({"model": module}, rename=rename).is_complete
+    assert is_all(module, 3)
+
+
+def test_rename_by_a_prefix(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path, {"model": torch.nn.ModuleDict({"_orig_mod": linear(3)})})
+    module = linear(0)
+    assert Snapshot(tmp_path).restore({"model": module}, rename="_orig_mod.").is_complete
+    assert is_all(module, 3)
+
+
+def test_an_optimizer_moves(tmp_path: Path) -> None:
+    """As in Lightning's files: a list of optimizers."""
+    module = linear(1)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    torch.save(
+        {"state_dict": module.state_dict(), "optimizer_states": [optimizer.state_dict()]},
+        tmp_path / "x.ckpt",
+    )
+    other = linear(0)
+    another = torch.optim.Adam(other.parameters())
+    Snapshot(tmp_path / "x.ckpt").restore(
+        {"model": other, "optimizer": another},
+        rename={"state_dict": "model", "optimizer_states/0": "optimizer"},
+    )
+    assert torch.equal(other.weight, module.weight)
+    assert str(another.state_dict()) == str(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_cast(tmp_path: Path, dtype: torch.dtype) -> None:
+    Snapshot.take(tmp_path, {"model": linear(1.5, torch.float16)})
+    module = linear(0, dtype)
+    weight = module.weight
+    with pytest.raises(IncompatibleState, match="dtype float16 in the snapshot"):
+        Snapshot(tmp_path).restore({"model": module})
+    assert Snapshot(tmp_path).restore({"model": module}, cast=True).is_complete
+    assert module.weight is weight
+    assert weight.dtype is dtype
+    assert is_all(module, 1.5)
+
+
+def test_cast_of_loose_tensors_and_meta(tmp_path: Path) -> None:
+    Snapshot.take(
+        tmp_path,
+        {"s": StateDict(a=torch.ones(3), n=torch.arange(3)), "model": linear(2, torch.bfloat16)},
+    )
+    a = torch.zeros(3, dtype=torch.float16)
+    target = StateDict(a=a, n=torch.arange(3))
+    with torch.device("meta"):
+        module = torch.nn.Linear(4, 4)
+    Snapshot(tmp_path).restore({"s": target, "model": module}, cast=True)
+    assert target["a"] is a
+    assert a.tolist() == [1, 1, 1]
+    assert module.weight.dtype is torch.float32
+    assert is_all(module, 2)
+    # Only between floating-point dtypes, and of equal shapes.
+    for wrong in (torch.zeros(3, dtype=torch.int64), torch.zeros(4, dtype=torch.float16)):
+        with pytest.raises(IncompatibleState, match="float32 in the snapshot"):
+            Snapshot(tmp_path).restore({"s": StateDict(a=wrong, n=torch.arange(3))}, cast=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("is_strided", [False, True])
+def test_a_part_of_a_dtensor(tmp_path: Path, is_strided: bool, dtype: torch.dtype) -> None:
+    whole = torch.arange(32.0).view(8, 4)
+    saved = whole.t().contiguous().t() if is_strided else whole
+    torch.save({"s": {"w": saved}}, tmp_path / "x.pt")
+    for rank in range(2):
+        with fake_rank(rank, 2):
+            mesh = DeviceMesh("cpu", torch.arange(2))
+            zeros = torch.zeros(8, 4, dtype=dtype)
+            target = distribute_tensor(zeros, mesh, [Shard(0)], src_data_rank=None)
+            held = target.to_local().data_ptr()
+            report = restored_by(rank, tmp_path / "x.pt", {"s": StateDict(w=target)})
+            assert report.is_complete
+            assert target.to_local().data_ptr() == held
+            assert torch.equal(target.to_local(), whole[4 * rank : 4 * rank + 4].to(dtype))
+
+
+def restored_by(rank: int, path: Path, app_state: Any) -> RestoreReport:
+    """What the rank of a larger group does, with casts."""
+    location = Location(display_url=str(path), url=str(path), storage_options={})
+    steps = Alone(RestoreDecisions(mode=ReadMode.AUTO), rank=rank)
+    source = Source(location, Options())
+    script = restore_by(steps, source, app_state, strict=True, selection=Selection(cast=True))
+    return run_sync(script, name="restore")
+
+
+def test_a_restore_that_finds_nothing_warns(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    Snapshot.take(tmp_path, {"state_dict": linear(1), "at": StateDict(step=3)})
+    Snapshot(tmp_path).restore({"model": linear(0)}, strict=False)
+    assert "nothing of it was restored" in caplog.text
+    assert "model" in caplog.text
+    assert "state_dict" in caplog.text
+    caplog.clear()
+    Snapshot(tmp_path).restore({"at": StateDict(step=0), "model": linear(0)}, strict=False)
+    Snapshot(tmp_path).restore({"state_dict": linear(0)}, strict=False)
+    assert not caplog.text
