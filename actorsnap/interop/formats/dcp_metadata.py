@@ -174,11 +174,11 @@ def bytes_io_of(pickled: bytes) -> bytes | None:
     try:
         found = _Unpickler(pickled, _OF_BYTES_IO).load()
         match getattr(found, "state", None):
-            case (_Inert(args=()), int(), None):
+            case (_Inert(args=()), int(), None | {}):
                 return b""
-            case (_Inert(args=(str() as text, "latin1")), int(), None):  # bytes, to Python 2
+            case (_Inert(args=(str() as text, "latin1")), int(), None | {}):  # bytes, to Python 2
                 return text.encode("latin-1")
-            case (bytes() as content, int(), None):
+            case (bytes() as content, int(), None | {}):
                 return content
     except Exception:  # a pickle can raise anything; the other unpickler says what is wrong
         pass
