@@ -21,7 +21,6 @@ from actorsnap.interop.formats.dcp_metadata import Item
 from actorsnap.interop.formats.safetensors_files import FileTensor, header_end, parse_header
 from actorsnap.interop.formats.torch_files import ZIP_MAGIC, Archive, read_archive
 from actorsnap.interop.formats.zip_directory import Reading, answered_from, locate
-from actorsnap.storage.base import for_each
 
 _END_BYTES = 1024
 """Read of both ends of a tensor's zip file: torch 2.9 to 2.13 use 700 and 600."""
@@ -33,12 +32,10 @@ _READ_BYTES = 4 << 20
 _BATCH_BYTES = 32 << 20
 """Of reads whose items are parsed together."""
 
-_AT_ONCE = 16
 _HEADER_BYTES = 128 << 10
 """Read first of a safetensors file: holds most headers."""
 
 _Range: TypeAlias = tuple[int, int]
-_Read: TypeAlias = tuple[str, int, int]
 _ZSTD = "stream.zstd/1"
 _MAX_VALUE_BYTES = 1 << 28
 """Of a compressed value."""
@@ -202,17 +199,11 @@ class _Pieces:
 
     async def read(self, place: Place, wanted: Mapping[str, list[_Range]]) -> None:
         """Reads ranges of files in one round."""
-        found: dict[_Read, bytes] = {}
-
-        async def get(read: _Read) -> None:
-            found[read] = await place.get(*read)
-
         reads = [(file, *run) for file, ranges in wanted.items() for run in _merged(ranges)]
-        await for_each(reads, get, at_once=_AT_ONCE)
         pieces: dict[str, tuple[list[int], list[bytes]]] = {file: ([], []) for file in wanted}
-        for file, start, stop in reads:
+        for (file, start, _), data in zip(reads, await place.get_all(reads), strict=True):
             pieces[file][0].append(start)
-            pieces[file][1].append(found[file, start, stop])
+            pieces[file][1].append(data)
         self._rounds.append(pieces)
 
 

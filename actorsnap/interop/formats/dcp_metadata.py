@@ -110,6 +110,9 @@ class _Inert:
     def __init__(self, *args: object) -> None:
         self.args = args
 
+    def __call__(self, *args: object) -> _Inert:
+        return self
+
     def __setstate__(self, state: Any) -> None:
         self.state = state
 
@@ -211,7 +214,7 @@ def _metadata(loaded: Any, key: str) -> DcpMetadata:
             raise FormatError(key=key, detail=f"{fqn!r:.200} has no data")
         found = tuple([_item(items, fqn, box, key) for box in boxes])
         leaves.append(Leaf(fqn, _path(fqn, paths.get(fqn)), shape, found))
-    return DcpMetadata(tuple(leaves), is_flat=planned is not None)
+    return DcpMetadata(tuple(leaves), is_flat=bool(planned))
 
 
 _Place: TypeAlias = tuple[str, tuple[int, ...] | None]
