@@ -411,6 +411,7 @@ def command(ranks: int, words: list[str]) -> dict[str, Any]:
         "cpu_s": time.process_time() - begin_cpu_s,
         "mib": (status_kib("VmHWM") - before_kib) / 1024,
         "requests": asked.index,
+        "data_requests": asked.data,
         "index_bytes": asked.index_bytes,
         "status": str(status),
         "said_bytes": len(out.getvalue()),
@@ -565,24 +566,24 @@ def row_small(setting: Setting) -> None:
 
 
 def _small_in(tree: str, ranks: int, setting: Setting) -> dict[str, float]:
-    """``small`` with ``actorsnap`` of a tree, and this file."""
+    """``small`` with ``actorsnap`` of a tree, and this tree's ``bench``."""
+    here = Path(__file__).parents[1]
     code = (
-        "import json, sys; sys.path.insert(0, sys.argv[1]); import actorsnap; "
-        "from bench.scale import small; "
-        "print(json.dumps(small(int(sys.argv[2]), sys.argv[3])))"
+        "import json, sys; from bench.scale import small; "
+        "print(json.dumps(small(int(sys.argv[1]), sys.argv[2])))"
     )
-    here = str(Path(__file__).parents[1])
-    paths = [tree, here] if tree else [here]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(
-        [sys.executable, "-c", code, paths[0], str(ranks), str(setting.tmpfs)],
-        env=environ,
-        cwd=paths[0],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    with tempfile.TemporaryDirectory() as both:
+        (Path(both) / "bench").symlink_to(here / "bench")
+        (Path(both) / "actorsnap").symlink_to(Path(tree or here).resolve() / "actorsnap")
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(ranks), str(setting.tmpfs)],
+            env=os.environ | {"PYTHONPATH": both},
+            cwd=both,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
     if done.returncode:
         raise RuntimeError(done.stderr[-500:])
     found: dict[str, float] = json.loads(done.stdout.splitlines()[-1])

@@ -43,6 +43,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
+from actorsnap.format.owners import decode_owners, owners_key
 from actorsnap.sync import Snapshot
 from tests.api.same import assert_same
 from tests.api.states import scribble
@@ -51,6 +52,7 @@ from tests.golden import (
     make_annotations,
     make_block_sizes,
     make_compression,
+    make_owners,
     make_several_meshes,
     make_tables,
 )
@@ -65,6 +67,7 @@ V1 = Path(__file__).parent / "golden" / "v1"
 BLOCK_SIZES = V1.with_name("block_sizes")
 COMPRESSION = V1.with_name("compression")
 TABLES = V1.with_name("tables")
+OWNERS = V1.with_name("owners")
 ANNOTATIONS = V1.with_name("annotations")
 SEVERAL_MESHES = V1.with_name("several_meshes")
 ATTEMPT = "20260101T000000-00000000-1-00000000"
@@ -397,6 +400,77 @@ def test_another_commit_object_of_tables_is_the_same(
         Snapshot(tmp_path / "copied").recover()
     again = (tmp_path / "copied" / COMMIT_KEY).read_bytes()
     assert again == (golden / COMMIT_KEY).read_bytes()
+
+
+# The feature "owners" ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("num_ranks", [make_owners.NUM_RANKS, 12, 4])
+async def test_ranks_get_their_state_by_the_owner_index(num_ranks: int) -> None:
+    """As many ranks as saved, and fewer, whose boxes are on other ranks."""
+    for rank in range(num_ranks):
+        expected, target = (make_owners.app_state(rank) for _ in range(2))
+        for state in (expected, target):
+            state["model"] = StateDict(make_owners.model(rank, num_ranks))
+        for key in ("own", "same"):
+            scribble(target[key].data)
+        for found in target["model"].values():
+            found.to_local().zero_()
+        for key in target.keys() & {"irregular", "stage"}:
+            if num_ranks < make_owners.NUM_RANKS:
+                del expected[key], target[key]
+        for key in target.keys() & {"irregular"}:
+            target[key]["x"].local_shards()[0].tensor.zero_()
+        for key in target.keys() & {"stage"}:
+            target[key]["x"].to_local().zero_()
+        report = await anyio.to_thread.run_sync(restored_by, rank, OWNERS, target)
+        assert report.is_complete
+        for key in ("own", "same"):
+            assert_same(target[key].data, expected[key].data)
+        for name, found in target["model"].items():
+            assert torch.equal(found.to_local(), expected["model"][name].to_local()), (rank, name)
+        if "stage" in target:
+            found, right = (each["stage"]["x"].to_local() for each in (target, expected))
+            assert torch.equal(found, right)
+        if "irregular" in target:
+            found, right = (
+                each["irregular"]["x"].local_shards()[0].tensor for each in (target, expected)
+            )
+            assert torch.equal(found, right)
+
+
+async def test_each_object_by_the_owner_index() -> None:
+    snapshot = AsyncSnapshot(OWNERS)
+    assert (await snapshot.verify("full")).ok
+    for name, path in (
+        ("fsdp", "model/fsdp"),
+        ("hsdp", "model/hsdp"),
+        ("stage", "stage/x"),
+        ("irregular", "irregular/x"),
+    ):
+        assert torch.equal(await snapshot.read_object(path), make_owners.WHOLE[name])
+    assert await snapshot.read_object("17/own/rank") == 17
+    assert await snapshot.read_object("17/own/empty") == [{}, ()]
+    assert torch.equal(await snapshot.read_object("same/x"), torch.ones(3))
+
+
+async def test_what_made_owners_still_makes_the_same(tmp_path: Path) -> None:
+    await make_owners.make(tmp_path)
+    paths = [path.relative_to(OWNERS) for path in OWNERS.glob("*/manifest/*.json")]
+    assert len(paths) == make_owners.NUM_RANKS
+    for path in paths:
+        again, golden = (document_of((folder / path).read_bytes()) for folder in (tmp_path, OWNERS))
+        assert set(again["save"].pop("features")) >= set(golden["save"].pop("features"))
+        assert again == golden, path
+    indices = [
+        decode_owners(
+            (folder / owners_key(ATTEMPT)).read_bytes(),
+            attempt=ATTEMPT,
+            world_size=make_owners.NUM_RANKS,
+        )
+        for folder in (tmp_path, OWNERS)
+    ]
+    assert indices[0] == indices[1]
 
 
 # Tensors of one name on several meshes ----------------------------------------------------------

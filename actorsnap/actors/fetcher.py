@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import accumulate
-from typing import NamedTuple
 
 import anyio
 import anyio.lowlevel
+import msgspec
 
 from actorsnap.actors.budget import Budget, Purpose
 from actorsnap.actors.snapshot_reader import missing_is_damage, read_intact
@@ -33,16 +33,16 @@ _MAX_NAMED = 4
 _TURN_BYTES = 64 << 20
 
 
-class RangeRequest:
+class RangeRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Stored bytes of one leaf, and their destination; ``index``: of ``stored.object``."""
 
-    __slots__ = ("index", "key", "sink", "stored")
+    index: Index | RankManifest
+    stored: Stored
+    sink: ByteSink
 
-    def __init__(self, index: Index | RankManifest, stored: Stored, sink: ByteSink) -> None:
-        self.index = index
-        self.key = index.objects[stored.object].key
-        self.stored = stored
-        self.sink = sink
+    @property
+    def key(self) -> str:
+        return self.index.objects[self.stored.object].key
 
     def leaf(self) -> tuple[str, Stored]:
         """Returns the path and the stored range of the leaf or shard, for messages."""
@@ -289,7 +289,7 @@ def _is_addressable(requests: Sequence[RangeRequest], read: Read) -> bool:
     return all(requests[part.request].sink.is_addressable for part in read.parts)
 
 
-class _Target(NamedTuple):
+class _Target(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Memory to fill: part of a leaf, or a gap (``request`` is None)."""
 
     request: RangeRequest | None

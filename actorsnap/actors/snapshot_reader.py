@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from bisect import bisect_right
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 from actorsnap.actors.formats import MAX_LISTED, OpenForeign, Place, open_foreign
@@ -17,21 +19,24 @@ from actorsnap.errors import (
     SnapshotReplaced,
     StorageError,
 )
-from actorsnap.format.checksum import crc32c
 from actorsnap.format.foreign import HEAD_BYTES, attempts_in, recognize, recognize_file
 from actorsnap.format.layout import manifest_key, manifest_prefix
 from actorsnap.format.manifest import (
     COMMIT_KEY,
     COMMIT_KEYS,
     Commit,
-    ManifestRecord,
+    CompositeEntry,
+    Entry,
     RankManifest,
+    ViewEntry,
     decode_commit,
 )
 from actorsnap.format.owners import Owners, decode_owners, owners_key
 from actorsnap.format.tables import (
-    decode_lone_rank_manifest,
+    PREFIX_BYTES,
+    ManifestTable,
     decode_rank_manifest,
+    decode_table,
     world_size_of,
 )
 from actorsnap.log import Log
@@ -152,6 +157,8 @@ class SnapshotReader:
     Attributes:
         storage: Of the data; after ``commit``, for a file of another format, its folder.
         foreign: What ``commit`` has found, if that is of another format.
+
+    ``_are_short`` is whether a manifest was shorter than a prefix: the others may be, too.
     """
 
     storage: Storage
@@ -160,6 +167,7 @@ class SnapshotReader:
     open_folder: Callable[[], Awaitable[tuple[Storage, str] | None]] | None = None
     known: OpenForeign | None = None
     allow_pickle: bool = False
+    _are_short: bool = False
     _listed: dict[str, ObjectInfo] = field(default_factory=dict)
     _file: tuple[Storage, ObjectInfo, bytes] | None = None
 
@@ -175,7 +183,8 @@ class SnapshotReader:
             NotASnapshot: There is none; describes the content found instead.
             FormatError: It is damaged, or of a newer format.
         """
-        self.foreign = None
+        if self.foreign is not None:
+            return self.foreign.commit  # ``storage`` may be that of its folder now
         try:
             return await self.own_commit()
         except NotASnapshot as error:
@@ -240,21 +249,70 @@ class SnapshotReader:
         def decode(data: bytes, key: str) -> RankManifest:
             return decode_rank_manifest(data, key, record, wants)
 
-        return await self._read_manifest(manifest_key(commit.attempt, rank), decode)
+        return await self.use_manifest(manifest_key(commit.attempt, rank), decode)
 
-    async def recorded_manifest(
-        self, commit: Commit, rank: int
-    ) -> tuple[RankManifest, ManifestRecord]:
-        """Reads a rank manifest and its size and checksum; raises as ``manifest``."""
-        if self.foreign is not None:
-            return self.foreign.manifests[rank], ManifestRecord(key="", size=0, crc32c=0)
-        key, record = manifest_key(commit.attempt, rank), commit.record(rank)
+    async def entries(
+        self, commit: Commit, rank: int, paths: Iterable[str], *, with_containers: bool = False
+    ) -> RankManifest:
+        """Reads the entries with some paths, and what these consist of, in a few ranges.
 
-        def decode(data: bytes, key: str) -> tuple[RankManifest, ManifestRecord]:
-            found = record or ManifestRecord(key=key, size=len(data), crc32c=crc32c(data))
-            return decode_rank_manifest(data, key, record), found
+        Args:
+            with_containers: All containers of the rank, too.
 
-        return await self._read_manifest(key, decode)
+        Raises:
+            FormatError: The manifest is missing or damaged.
+        """
+        wanted = set(paths)
+        if self.foreign is not None or commit.record(rank) is not None:  # it has no table
+            return await self.manifest(commit, rank)
+        key = manifest_key(commit.attempt, rank)
+
+        async def read() -> RankManifest | None:
+            prefix = await self._prefix(key)
+            table = await self.run_blocking(decode_table, prefix, key)
+            if table is None:
+                return None
+            pages: dict[int, memoryview] = {}
+            more = table.container_pages if with_containers else []
+            while True:
+                new = sorted({*more, *table.pages_of(wanted)} - pages.keys())
+                await self._add_pages(pages, table, prefix, new)
+                entries = await self.run_blocking(
+                    partial(table.entries, wants_containers=with_containers),
+                    *(pages, wanted.__contains__),
+                )
+                parts = wanted.union(*map(_consists_of, entries))
+                if parts == wanted:
+                    return table.with_entries(entries)
+                wanted.update(parts)
+
+        with missing_is_damage(key, "rank manifest"):
+            found = await read_intact(self.storage, read)
+        return found or await self.manifest(commit, rank)
+
+    async def _add_pages(
+        self, pages: dict[int, memoryview], table: ManifestTable, prefix: bytes, new: Sequence[int]
+    ) -> None:
+        """Takes rising pages from the prefix, and reads the others."""
+        num_within = bisect_right(table.offsets, len(prefix)) - 1
+        within = [page for page in new if page < num_within]
+        for run in table.runs(within, 0):
+            pages.update(table.split(run.start, prefix[slice(*table.span(run))]))
+        for run in table.runs(new[len(within) :]):
+            data = await self.storage.get(table.key, *table.span(run))
+            pages.update(table.split(run.start, data))
+
+    async def _prefix(self, key: str) -> bytes:
+        """Returns the beginning of a manifest; all of it, if it or one before was short.
+
+        Nothing names sizes of manifests, and storages refuse a range beyond the end.
+        """
+        if not self._are_short:
+            try:
+                return await self.storage.get(key, 0, PREFIX_BYTES)
+            except ChecksumMismatch:
+                self._are_short = True
+        return await self.storage.get(key)
 
     async def owners(self, commit: Commit) -> tuple[Owners, bytes] | None:
         """Reads the owner index, and its bytes; None if the snapshot has none.
@@ -276,14 +334,27 @@ class SnapshotReader:
         with missing_is_damage(key, "owner index"):
             return await read_intact(self.storage, read)
 
-    async def lone_manifest(self, key: str) -> tuple[RankManifest, ManifestRecord]:
-        """Reads a rank manifest without a commit object; raises as ``manifest``."""
-        return await self._read_manifest(key, decode_lone_rank_manifest)
+    async def use_manifest(
+        self,
+        key: str,
+        use: Callable[[bytes, str], T],
+        run: Callable[[Callable[[], T]], Awaitable[T]] | None = None,
+    ) -> T:
+        """Reads a rank manifest; returns what ``use`` makes of its bytes and key.
 
-    async def _read_manifest(self, key: str, decode: Callable[[bytes, str], T]) -> T:
+        Over a network, a ``ChecksumMismatch`` of ``use`` leads to a second read and call.
+
+        Args:
+            run: Runs the call; None: on a worker thread.
+
+        Raises:
+            ChecksumMismatch: The manifest is missing.
+        """
+        run = run or self.run_blocking
+
         async def read() -> T:
             data = await self.storage.get(key)
-            return await self.run_blocking(decode, data, key)
+            return await run(partial(use, data, key))
 
         with missing_is_damage(key, "rank manifest"):
             return await read_intact(self.storage, read)
@@ -332,6 +403,15 @@ class SnapshotReader:
         self._file = folder, info, head
         found, detail = recognize_file(head, self.storage.url)
         return NotASnapshot(key=self.storage.url, detail=detail, found=found)
+
+
+def _consists_of(entry: Entry) -> list[str]:
+    """Returns the paths of the entries that have an entry's bytes."""
+    if isinstance(entry, ViewEntry):
+        return [entry.of]
+    if isinstance(entry, CompositeEntry):
+        return [f"{entry.path}@{part}" for part in entry.parts]
+    return []
 
 
 def _is_of_a_file(error: BaseException) -> bool:

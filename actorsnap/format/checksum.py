@@ -62,9 +62,12 @@ def choose_block_bytes(nbytes: int, *, is_shard: bool) -> int:
 def block_bytes_of(nbytes: int, num_blocks: int) -> int:
     """Returns the block size, a power of two, of a leaf or a run of its blocks.
 
-    ``is_block_count`` must hold. For a single block the result is at least ``nbytes``.
+    ``is_block_count`` must hold, unless there are no checksums. For a single block the result is at
+    least ``nbytes``.
     """
-    share = -(-nbytes // max(num_blocks, 1))
+    if not num_blocks:
+        return UNCHECKED_BLOCK_BYTES
+    share = -(-nbytes // num_blocks)
     return max(1 << (share - 1).bit_length(), MIN_BLOCK_BYTES)
 
 

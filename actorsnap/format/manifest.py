@@ -22,7 +22,6 @@ from actorsnap.errors import (
 )
 from actorsnap.format.checksum import (
     MAX_BLOCK_BYTES,
-    UNCHECKED_BLOCK_BYTES,
     block_bytes_of,
     combine_blocks,
     crc32c,
@@ -226,8 +225,6 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     @property
     def block_bytes(self) -> int:
         """The last block may be shorter."""
-        if not self.crc32c:
-            return UNCHECKED_BLOCK_BYTES
         return block_bytes_of(self.stop - self.start, len(self.crc32c))
 
 

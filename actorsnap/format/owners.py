@@ -23,6 +23,9 @@ from actorsnap.format.manifest import seal, unseal
 MAX_STEPS = 1 << 20
 """Limit of the work of a lookup in one layout: of positions along axes, times groups."""
 
+MAX_TOTAL_STEPS = 1 << 24
+"""Limit of the work of lookups of all tensors, those of one shape once, and of listing ranks."""
+
 _MAX_DIMS = 64
 _MAX_RATIO = 40
 """Of inflated to deflated bytes, so that a small object needs little memory."""
@@ -280,8 +283,12 @@ def _most_bytes(deflated: bytes) -> int:
 def _check(owners: Owners, world_size: int, key: str) -> None:
     for layout in owners.layouts:
         _check_layout(layout, world_size, key)
+    num_steps = 0
     for placed in owners.placed:
-        max_dim = max([_check_region(each, owners.layouts, key) for each in placed.regions] or [0])
+        num_shapes = len({tensor.shape for tensor in placed.tensors})
+        num_steps += num_shapes * _check_regions(placed.regions, owners.layouts, key)
+        layouts = [owners.layouts[region.layout] for region in placed.regions]
+        max_dim = max([cut.dim + 1 for layout in layouts for cut in layout.cuts], default=0)
         for tensor in placed.tensors:
             if len(tensor.shape) < max_dim or prod(tensor.shape) > MAX_BYTES:
                 _fail(key, f"{tensor.path!r:.200} of shape {tensor.shape} does not fit its mesh")
@@ -295,10 +302,25 @@ def _check(owners: Owners, world_size: int, key: str) -> None:
     _check_once([listed.path for listed in owners.listed], key)
     for kept in (owners.common, owners.private):
         for group in kept:
-            for grid in group.ranks:
-                if not grid.is_valid(world_size):
-                    _fail(key, f"{grid} is not within {world_size} ranks")
+            num_steps += _check_ranks(group, world_size, key)
+            if num_steps > MAX_TOTAL_STEPS:
+                break
         _check_once([path for group in kept for path in group.paths], key)
+    if num_steps > MAX_TOTAL_STEPS:
+        _fail(key, f"to look up its tensors would take {num_steps} steps")
+
+
+def _check_ranks(group: Kept, world_size: int, key: str) -> int:
+    """Checks that the ranks are distinct. Returns their number."""
+    for grid in group.ranks:
+        if not grid.is_valid(world_size):
+            _fail(key, f"{grid} is not within {world_size} ranks")
+    num_ranks = sum(map(len, group.ranks))
+    if num_ranks > world_size or (
+        len(group.ranks) > 1 and len({rank for grid in group.ranks for rank in grid}) < num_ranks
+    ):
+        _fail(key, f"ranks that stored {group.paths[:1]} are named twice")
+    return num_ranks
 
 
 def _check_layout(layout: Layout, world_size: int, key: str) -> None:
@@ -329,22 +351,30 @@ def lookup_steps(layout: Layout) -> int:
     )
 
 
-def _check_region(region: Holders, layouts: Sequence[Layout], key: str) -> int:
-    """Returns the least number of dims of its tensors."""
-    if region.layout >= len(layouts):
-        _fail(key, f"layout {region.layout} of {len(layouts)}")
-    layout = layouts[region.layout]
-    counts = layout.mesh.counts
-    if region.sizes or region.offsets:
-        if not len(region.sizes) == len(region.offsets) == len(counts) or not Box.whole(
-            counts
-        ).contains(Box(region.offsets, region.sizes)):
-            _fail(key, f"{region} is not within a mesh of shape {counts}")
-    if region.part is not None and (
-        region.part[0] >= region.part[1] or prod(region.sizes or counts) > MAX_STEPS
-    ):
-        _fail(key, f"{region} stands for no part of the boxes of few ranks")
-    return max([cut.dim + 1 for cut in layout.cuts], default=0)
+def _check_regions(regions: Sequence[Holders], layouts: Sequence[Layout], key: str) -> int:
+    """Checks regions of the same tensors. Returns the steps of a lookup."""
+    num_steps = 0
+    num_positions: dict[int, int] = {}
+    for region in regions:
+        if region.layout >= len(layouts):
+            _fail(key, f"layout {region.layout} of {len(layouts)}")
+        layout = layouts[region.layout]
+        counts = layout.mesh.counts
+        if region.sizes or region.offsets:
+            if not len(region.sizes) == len(region.offsets) == len(counts) or not Box.whole(
+                counts
+            ).contains(Box(region.offsets, region.sizes)):
+                _fail(key, f"{region} is not within a mesh of shape {counts}")
+        volume = prod(region.sizes or counts)
+        num_steps += lookup_steps(layout)
+        if region.part is not None:
+            num_steps += volume
+            if region.part[0] >= region.part[1] or volume > MAX_STEPS:
+                _fail(key, f"{region} stands for no part of the boxes of few ranks")
+        num_positions[region.layout] = num_positions.get(region.layout, 0) + max(1, volume)
+        if num_positions[region.layout] > len(layout.mesh):
+            _fail(key, f"{len(regions)} regions have positions of layout {region.layout} in common")
+    return num_steps
 
 
 def _check_once(paths: Sequence[str], key: str) -> None:

@@ -35,6 +35,7 @@ from actorsnap.format.manifest import (
     BlockBytes,
     BytesEntry,
     CompositeEntry,
+    ContainerEntry,
     Crc,
     Entry,
     ManifestRecord,
@@ -56,8 +57,11 @@ from actorsnap.format.manifest import (
 PAGE_ENTRIES = 16
 """Entries of each page but the last."""
 
-PREFIX_BYTES = 64 << 10
-"""The bytes to read first: they hold the table of most manifests."""
+PREFIX_BYTES = 16 << 10
+"""The bytes to read first: they hold the table of some 2,000 entries."""
+
+MAX_GAP_BYTES = 16 << 10
+"""Unwanted bytes that are read rather than sending another request."""
 
 _MEMORY_FORMAT_DIMS = {"channels_last": 4, "channels_last_3d": 5}
 _MANY_DIMS = 64
@@ -65,10 +69,15 @@ _MANY_DIMS = 64
 
 
 class EntryPage(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, gc=False):
-    """The lines of ``PAGE_ENTRIES`` entries. ``size`` in bytes."""
+    """The lines of ``PAGE_ENTRIES`` entries. ``size`` in bytes.
+
+    Attributes:
+        has_containers: Whether it may have containers; no path leads to empty ones.
+    """
 
     size: Size
     crc32c: Crc
+    has_containers: bool = True
 
 
 class ManifestHead(Strict, frozen=True, kw_only=True, omit_defaults=False):
@@ -87,7 +96,8 @@ class ManifestHead(Strict, frozen=True, kw_only=True, omit_defaults=False):
     paths: bytes
 
 
-class _PathOnly(msgspec.Struct):
+class _NameOnly(msgspec.Struct):
+    kind: str
     path: str
 
 
@@ -97,7 +107,7 @@ class _SaveOnly(msgspec.Struct):
 
 _head_decoder = msgspec.json.Decoder(ManifestHead)
 _entry_decoder = msgspec.json.Decoder(Entry)
-_path_decoder = msgspec.json.Decoder(_PathOnly)
+_name_decoder = msgspec.json.Decoder(_NameOnly)
 _save_decoder = msgspec.json.Decoder(_SaveOnly)
 _older_decoder = msgspec.json.Decoder(RankManifest)
 
@@ -133,69 +143,32 @@ class ManifestTable:
         at = [number for number, path in enumerate(self._hashes) if path in wanted]
         return list(dict.fromkeys([number // PAGE_ENTRIES for number in at]))
 
-    def runs(self, pages: Iterable[int], max_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yields the reads of rising ``pages``: first page, start and stop in the manifest.
+    @property
+    def container_pages(self) -> list[int]:
+        """The pages that may have containers."""
+        return [number for number, page in enumerate(self.head.pages) if page.has_containers]
 
-        Adjacent pages share a read of up to ``max_bytes``, or of one page.
-        """
-        first = last = -1
+    def runs(self, pages: Iterable[int], max_gap_bytes: int = MAX_GAP_BYTES) -> Iterator[range]:
+        """Yields the pages to read together, to get rising ``pages`` and small gaps between."""
+        first = stop = -1
         for page in pages:
-            is_next = first >= 0 and page == last + 1
-            if not is_next or self.offsets[page + 1] - self.offsets[first] > max_bytes:
-                if first >= 0:
-                    yield first, self.offsets[first], self.offsets[last + 1]
-                first = page
-            last = page
+            if first >= 0 and self.offsets[page] - self.offsets[stop] > max_gap_bytes:
+                yield range(first, stop)
+                first = -1
+            first, stop = page if first < 0 else first, page + 1
         if first >= 0:
-            yield first, self.offsets[first], self.offsets[last + 1]
+            yield range(first, stop)
 
-    def entries(
-        self, first: int, data: Buffer, wants: Callable[[str], bool] | None = None
-    ) -> Iterator[Entry]:
-        """Yields the entries of adjacent pages, in order. ``data`` is all of them, from ``first``.
+    def span(self, run: range) -> tuple[int, int]:
+        """Returns where adjacent pages start and stop in the manifest."""
+        return self.offsets[run.start], self.offsets[run.stop]
 
-        Entries whose path ``wants`` refuses are not decoded. Not checked is what spans several
-        entries: bases of views, parts of composites, repeated paths.
+    def split(self, first: int, data: Buffer) -> Iterator[tuple[int, memoryview]]:
+        """Yields adjacent pages with their numbers. ``data`` is all of them, from ``first``.
 
         Raises:
-            ChecksumMismatch: A page is damaged. None of its entries was yielded.
-            FormatError: It is intact, but violates version 1.
+            ChecksumMismatch: A page is damaged. Those before it were yielded.
         """
-        for number, page in self._split(first, data):
-            entries = self._decode_page(number, page, wants)
-            _check_each(entries, self._extents, self.key)
-            yield from entries
-
-    def manifest(self, data: Buffer, wants: Callable[[str], bool] | None = None) -> RankManifest:
-        """Returns the whole manifest, from the bytes after the head. Raises as ``entries``.
-
-        Entries whose path ``wants`` refuses are not decoded, and contradictions between entries not
-        found.
-        """
-        head, num_bytes = self.head, self.offsets[-1] - self.offsets[0]
-        if len(data) != num_bytes:
-            raise ChecksumMismatch(
-                key=self.key,
-                detail=f"it has {len(data)} bytes after its head, and {num_bytes} were written",
-            )
-        entries: list[Entry] = []
-        for number, page in self._split(0, data):
-            entries += self._decode_page(number, page, wants)
-        _check_each(entries, self._extents, self.key)
-        if wants is None:
-            _check_together(entries, self.key)
-        return RankManifest(
-            attempt=head.attempt,
-            rank=head.rank,
-            block_bytes=head.block_bytes,
-            objects=head.objects,
-            entries=tuple(entries),
-            save=head.save,
-            optimizers=head.optimizers,
-        )
-
-    def _split(self, first: int, data: Buffer) -> Iterator[tuple[int, memoryview]]:
-        """Yields the pages with their numbers, each after a check of its checksum."""
         begin, view = self.offsets[first], memoryview(data)
         stop = bisect_right(self.offsets, begin + len(view)) - 1
         if self.offsets[stop] != begin + len(view):
@@ -206,8 +179,66 @@ class ManifestTable:
                 raise ChecksumMismatch(key=self.key, detail=f"page {number} is damaged")
             yield number, page
 
+    def entries(
+        self,
+        pages: Mapping[int, memoryview],
+        wants: Callable[[str], bool] | None = None,
+        *,
+        wants_containers: bool = False,
+    ) -> list[Entry]:
+        """Returns the entries of some pages of ``split``, in order.
+
+        Entries whose path ``wants`` refuses are not decoded. Not checked is what spans several
+        entries: bases of views, parts of composites, repeated paths.
+
+        Args:
+            wants_containers: All containers are wanted.
+
+        Raises:
+            FormatError: A page violates version 1.
+        """
+        entries: list[Entry] = []
+        for number in sorted(pages):
+            entries += self._decode_page(number, pages[number], wants, wants_containers)
+        _check_each(entries, self._extents, self.key)
+        return entries
+
+    def manifest(self, data: Buffer, wants: Callable[[str], bool] | None = None) -> RankManifest:
+        """Returns the whole manifest, from the bytes after the head. Raises as ``entries``.
+
+        Entries whose path ``wants`` refuses are not decoded, and contradictions between entries not
+        found.
+        """
+        num_bytes = self.offsets[-1] - self.offsets[0]
+        if len(data) != num_bytes:
+            raise ChecksumMismatch(
+                key=self.key,
+                detail=f"it has {len(data)} bytes after its head, and {num_bytes} were written",
+            )
+        entries = self.entries(dict(self.split(0, data)), wants)
+        if wants is None:
+            _check_together(entries, self.key)
+        return self.with_entries(entries)
+
+    def with_entries(self, entries: Iterable[Entry]) -> RankManifest:
+        """Returns a manifest with these entries alone."""
+        head = self.head
+        return RankManifest(
+            attempt=head.attempt,
+            rank=head.rank,
+            block_bytes=head.block_bytes,
+            objects=head.objects,
+            entries=tuple(entries),
+            save=head.save,
+            optimizers=head.optimizers,
+        )
+
     def _decode_page(
-        self, number: int, page: memoryview, wants: Callable[[str], bool] | None
+        self,
+        number: int,
+        page: memoryview,
+        wants: Callable[[str], bool] | None,
+        wants_containers: bool,
     ) -> list[Entry]:
         try:
             if wants is None:
@@ -215,20 +246,33 @@ class ManifestTable:
                 paths = [entry.path for entry in entries]
             else:
                 lines = bytes(page).splitlines()
-                paths = [_path_decoder.decode(line).path for line in lines]
-                wanted = zip(lines, map(wants, paths), strict=True)
-                entries = [_entry_decoder.decode(line) for line, is_wanted in wanted if is_wanted]
+                names = [_name_decoder.decode(line) for line in lines]
+                paths = [name.path for name in names]
+                entries = [
+                    _entry_decoder.decode(line)
+                    for line, name in zip(lines, names, strict=True)
+                    if wants(name.path) or (wants_containers and name.kind == "container")
+                ]
         except DECODE_ERRORS as error:
             raise FormatError(key=self.key, detail=str(error)) from error
+        if not self.head.pages[number].has_containers and _has_containers(entries):
+            fail(self.key, f"page {number} has containers, which the table denies")
         at = number * PAGE_ENTRIES
         if _hashes_of(paths) != self._hashes[at : at + PAGE_ENTRIES]:
             fail(self.key, f"the entries of page {number} are not those of the table")
         return entries
 
 
+def _has_containers(entries: Iterable[Entry]) -> bool:
+    return any([isinstance(entry, ContainerEntry) for entry in entries])
+
+
 def _hashes_of(paths: Iterable[str]) -> tuple[int, ...]:
-    # A path that a user types may have surrogates; those of a manifest have none.
-    return tuple([crc32c(path.encode("utf-8", "surrogatepass")) for path in paths])
+    paths = list(paths)
+    try:
+        return tuple(map(crc32c, map(str.encode, paths)))
+    except UnicodeEncodeError:  # typed by a user: those of a manifest have no surrogates
+        return tuple([crc32c(path.encode("utf-8", "surrogatepass")) for path in paths])
 
 
 def encode_rank_manifest(manifest: RankManifest) -> bytes:
@@ -239,10 +283,8 @@ def encode_rank_manifest(manifest: RankManifest) -> bytes:
     """
     entries = manifest.entries
     try:
-        pages = [
-            encoder.encode_lines(entries[at : at + PAGE_ENTRIES])
-            for at in range(0, len(entries), PAGE_ENTRIES)
-        ]
+        groups = [entries[at : at + PAGE_ENTRIES] for at in range(0, len(entries), PAGE_ENTRIES)]
+        pages = [encoder.encode_lines(group) for group in groups]
         hashes = _hashes_of([entry.path for entry in entries])
         head = ManifestHead(
             attempt=manifest.attempt,
@@ -251,7 +293,12 @@ def encode_rank_manifest(manifest: RankManifest) -> bytes:
             objects=manifest.objects,
             save=manifest.save,  # type: ignore[arg-type]
             optimizers=manifest.optimizers,  # type: ignore[arg-type]
-            pages=tuple([EntryPage(len(page), crc32c(page)) for page in pages]),
+            pages=tuple(
+                [
+                    EntryPage(len(page), crc32c(page), _has_containers(group))
+                    for page, group in zip(pages, groups, strict=True)
+                ]
+            ),
             paths=struct.pack(f"<{len(hashes)}I", *hashes),
         )
         return b"".join([seal(encoder.encode(head)), b"\n", *pages])
@@ -427,10 +474,9 @@ def _check_each(
     has_checksums: bool = True,
 ) -> None:
     of_type = _by_type(entries)
-    tensors: list[TensorEntry] = of_type.get(TensorEntry, [])
-    _check_stored(tensors, extents, key, has_checksums)
-    _check_stored(of_type.get(BytesEntry, []), extents, key, has_checksums)
-    _check_tensors(tensors, key)
+    _check_tensors(of_type.get(TensorEntry, []), extents, key, has_checksums)
+    for entry in of_type.get(BytesEntry, []):
+        _check_stored(entry, extents, key, has_checksums)
     for view in of_type.get(ViewEntry, []):
         if len(view.shape) != len(view.strides) or _volume(view.shape) > MAX_BYTES:
             fail(key, f"{view.path!r}: invalid strides {view.strides} for shape {view.shape}")
@@ -446,6 +492,8 @@ def _check_together(entries: Sequence[Entry], key: str) -> None:
     boxes: frozenset[str] = frozenset()
     if len({entry.path for entry in entries}) != len(entries):
         boxes = _paths_of_boxes(entries, key)
+    if {ViewEntry, CompositeEntry}.isdisjoint(map(type, entries)):
+        return
     of_type = _by_type(entries)
     tensors: list[TensorEntry] = of_type.get(TensorEntry, [])
     views: list[ViewEntry] = of_type.get(ViewEntry, [])
@@ -541,45 +589,71 @@ def _check_chunks(record: ObjectRecord, key: str) -> tuple[int, int]:
 
 
 def _check_stored(
-    entries: Sequence[TensorEntry] | Sequence[BytesEntry],
+    entry: TensorEntry | BytesEntry,
     extents: Sequence[tuple[int, int]],
     key: str,
     has_checksums: bool,
 ) -> None:
-    """Checks that byte ranges are in their object's data, and have one checksum per block."""
-    num_objects = len(extents)
+    """Checks that a byte range is in its object's data, and has one checksum per block."""
+    data = entry.data
+    start, stop = data.start, data.stop
+    if data.object >= len(extents):
+        fail(key, f"{entry.path!r} is in object {data.object} of {len(extents)}")
+    first, last = extents[data.object]
+    if not first <= start <= stop <= last:
+        fail(key, f"{entry.path!r} is at [{start}, {stop}), not in [{first}, {last})")
+    if has_checksums and not is_block_count(stop - start, len(data.crc32c)):
+        fail(key, f"{entry.path!r} of {stop - start} bytes has {len(data.crc32c)} checksums")
+
+
+def _check_tensors(
+    entries: Sequence[TensorEntry],
+    extents: Sequence[tuple[int, int]],
+    key: str,
+    has_checksums: bool,
+) -> None:
+    """``_check_tensor`` for each: most are like others, except for where they are stored."""
+    seen: set[object] = set()
+    latest: object = None
+    first = last = 0
     for entry in entries:
         data = entry.data
-        start = data.start
-        stop = data.stop
-        if data.object >= num_objects:
-            fail(key, f"{entry.path!r} is in object {data.object} of {num_objects}")
-        first, last = extents[data.object]
+        start, stop = data.start, data.stop
+        kind = (
+            data.object,
+            stop - start,
+            len(data.crc32c),
+            entry.dtype,
+            entry.shape,
+            entry.offsets,
+            entry.global_shape,
+            entry.memory_format,
+        )
+        if kind != latest:  # quicker than a hash, and neighbours are often alike
+            if kind not in seen:
+                _check_tensor(entry, extents, key, has_checksums)
+                seen.add(kind)
+            latest = kind
+            first, last = extents[data.object]
         if not first <= start <= stop <= last:
-            fail(key, f"{entry.path!r} is at [{start}, {stop}), not in [{first}, {last})")
-        if has_checksums and not is_block_count(stop - start, len(data.crc32c)):
-            fail(key, f"{entry.path!r} of {stop - start} bytes has {len(data.crc32c)} checksums")
+            _check_stored(entry, extents, key, has_checksums)
 
 
-def _check_tensors(entries: Sequence[TensorEntry], key: str) -> None:
-    """Checks that sizes fit dtype and shape, and that shards are in their tensor."""
-    seen: set[object] = set()
-    for entry in entries:
-        shape = entry.shape
-        num_bytes = entry.data.stop - entry.data.start
-        # Most tensors of a model are like others.
-        kind = num_bytes, entry.dtype, shape, entry.offsets, entry.global_shape, entry.memory_format
-        if kind in seen:
-            continue
-        seen.add(kind)
-        itemsize = dtype_itemsize(entry.dtype)
-        volume = _volume(shape)
-        if volume > MAX_BYTES or (itemsize is not None and volume * itemsize != num_bytes):
-            fail(key, f"{entry.path!r} of {num_bytes} bytes is not {entry.dtype:.80} {shape}")
-        if entry.offsets is not None or entry.global_shape is not None:
-            _check_shard(entry, key)
-        if entry.memory_format and _MEMORY_FORMAT_DIMS[entry.memory_format] != len(shape):
-            fail(key, f"{entry.path!r} of shape {shape} is not {entry.memory_format}")
+def _check_tensor(
+    entry: TensorEntry, extents: Sequence[tuple[int, int]], key: str, has_checksums: bool
+) -> None:
+    """Checks where a tensor is stored, and that dtype, shape and offsets are possible."""
+    _check_stored(entry, extents, key, has_checksums)
+    shape = entry.shape
+    num_bytes = entry.data.stop - entry.data.start
+    itemsize = dtype_itemsize(entry.dtype)
+    volume = _volume(shape)
+    if volume > MAX_BYTES or (itemsize is not None and volume * itemsize != num_bytes):
+        fail(key, f"{entry.path!r} of {num_bytes} bytes is not {entry.dtype:.80} {shape}")
+    if entry.offsets is not None or entry.global_shape is not None:
+        _check_shard(entry, key)
+    if entry.memory_format and _MEMORY_FORMAT_DIMS[entry.memory_format] != len(shape):
+        fail(key, f"{entry.path!r} of shape {shape} is not {entry.memory_format}")
 
 
 def _check_shard(entry: TensorEntry, key: str) -> None:

@@ -13,13 +13,10 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
-from math import prod
 from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import FormatError
-from actorsnap.format.checksum import combine, combine_blocks
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import shard_name
 from actorsnap.format.manifest import (
@@ -34,19 +31,8 @@ from actorsnap.format.manifest import (
     TensorEntry,
     TensorType,
     ViewEntry,
-    is_same_tensor,
 )
-
-
-class Shard(msgspec.Struct, frozen=True, gc=False):
-    """A stored box of a tensor.
-
-    ``is_disputed``: others stored other elements; it may fill only an equal box.
-    """
-
-    box: Box
-    data: Stored
-    is_disputed: bool = False
+from actorsnap.planning.shards import Shards, ShardTable
 
 
 class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -54,7 +40,7 @@ class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     Attributes:
         shape: The whole tensor's.
-        shards: Unordered; each box once. They need not cover the tensor.
+        shards: Unordered. They need not cover the tensor.
     """
 
     path: str
@@ -62,7 +48,7 @@ class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     shape: tuple[int, ...]
     type: TensorType
     requires_grad: bool
-    shards: tuple[Shard, ...]
+    shards: Shards
     memory_format: MemoryFormat | None = None
     attributes: dict[str, Any] | None = None
 
@@ -93,6 +79,10 @@ class Wants(msgspec.Struct, frozen=True):
         names = self.names
         boxes = {path: boxes for path, boxes in self.boxes.items() if path not in paths}
         return Wants(lambda path: path in paths or names(path), boxes)
+
+    def has_shard(self, entry: TensorEntry) -> bool:
+        assert entry.offsets is not None
+        return self.has_part(entry.path, entry.offsets, entry.shape)
 
     def has_part(self, path: str, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> bool:
         """Whether the box has wanted elements, or is an empty tensor's."""
@@ -183,29 +173,6 @@ def named_ranks(ranks: Sequence[int]) -> str:
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def _one_cover(stored: Mapping[Box, Stored], shape: tuple[int, ...]) -> list[Box] | None:
-    """Returns boxes that tile the tensor, or None if no tiling is certain.
-
-    All tilings must hold the same bytes: checksums can be compared if the boxes are runs of rows.
-    """
-    row_volume = prod(shape[1:])
-    ways: dict[int, tuple[int, list[Box]]] = {0: (0, [])}
-    starts = {box.offsets[0] for box in stored} | {shape[0]}
-    for box in sorted(stored, key=lambda box: box.offsets[0]):
-        start, stop = box.offsets[0], box.stops[0]
-        if box.volume != (stop - start) * row_volume or start not in ways or stop not in starts:
-            return None
-        data = stored[box]
-        nbytes = data.stop - data.start
-        if nbytes and not data.crc32c:
-            return None
-        before, boxes = ways[start]
-        whole = combine(before, combine_blocks(data.crc32c, nbytes), nbytes)
-        if ways.setdefault(stop, (whole, [*boxes, box]))[0] != whole:
-            return None
-    return ways[shape[0]][1]
-
-
 def _is_shard(entry: AnyEntry) -> bool:
     return type(entry) is TensorEntry and entry.offsets is not None
 
@@ -239,7 +206,7 @@ class IndexBuilder:
         self._records = list(template.objects)
         self._numbers = {record.part: number for number, record in enumerate(self._records)}
         self._entries: dict[str, AnyEntry] = {}
-        self._joined: dict[str, _Joined] = {}
+        self._shards = ShardTable()
         self._elsewhere: dict[str, None] = {}
         self._known_private = private
         # By path: the holders of a private leaf, as runs.
@@ -247,8 +214,6 @@ class IndexBuilder:
         self._containers: dict[str, ContainerEntry] = {}
         self._optimizers = dict(template.optimizers or {})
         self._order = _Order()
-        # Tensors of one shape are cut alike.
-        self._boxes: dict[tuple[tuple[int, ...], tuple[int, ...]], Box] = {}
         if is_own:
             self._entries = {entry.path: entry for entry in template.entries}
         self._template_paths = frozenset([entry.path for entry in template.entries])
@@ -264,14 +229,15 @@ class IndexBuilder:
         """Adds a manifest, or those of its entries that the rank wants. In rank order.
 
         Raises:
-            FormatError: Shards of one path belong to different tensors.
+            FormatError: Shards of one path belong to different tensors; or from ``index``.
         """
         if manifest is not self._template:
             self._take(manifest)
             self._optimizers = (manifest.optimizers or {}) | self._optimizers
         if self._known_private is None:
             self._count_private(manifest)
-        self._order.add([e.path for e in manifest.entries if self._is_ordered(e)])
+        own = self._template_paths
+        self._order.add([e.path for e in manifest.entries if e.path in own or self._is_ordered(e)])
 
     def overlapping(self) -> set[str]:
         """Returns paths of which several boxes have the same wanted elements.
@@ -281,7 +247,7 @@ class IndexBuilder:
         if self._wants is None:
             return set()
         boxes = self._wants.boxes
-        return {path for path in boxes if path in self._joined and self._overlaps(path)}
+        return {path for path in boxes if path in self._shards.firsts and self._overlaps(path)}
 
     def bases(self) -> set[str]:
         """Returns the tensors that views refer to, as far as they are not there."""
@@ -295,12 +261,14 @@ class IndexBuilder:
             alike: The private leaves that all ranks saved with equal content. None: they were
                 found among all manifests.
             others: Paths that all ranks may read; those without an entry are ``Elsewhere``.
+
+        Raises:
+            FormatError: Shards of one path belong to different tensors.
         """
-        while self._joined:
-            path, joined = self._joined.popitem()
+        for path, shards in self._shards.joined().items():
             own = self._entries.get(path)
             if own is None or _is_shard(own):
-                self._entries[path] = joined.entry(path, is_own=self._is_own)
+                self._entries[path] = self._sharded(path, shards)
         for path in self._own_paths & self._elsewhere.keys():
             if _is_shard(self._entries[path]):
                 self._entries[path] = Elsewhere(path)
@@ -325,67 +293,76 @@ class IndexBuilder:
 
     def _take(self, manifest: RankManifest) -> None:
         """Takes what all may read."""
-        rank, objects = manifest.rank, manifest.objects
+        objects = manifest.objects
         is_template = manifest is self._template
         # Of its objects in the index, as far as known.
         numbers: list[int | None] = [None] * len(objects)
         if is_template:
             numbers = list(range(len(objects)))
         is_alone = self._world_size == 1
-        wants, found, joined, boxes = self._wants, self._entries, self._joined, self._boxes
+        wants, found = self._wants, self._entries
 
-        def renumber(data: Stored) -> Stored:
-            number = numbers[data.object]
+        def number_of(at: int) -> int:
+            number = numbers[at]
             if number is None:
-                record = objects[data.object]
+                record = objects[at]
                 number = self._numbers.get(record.part)
                 if number is None:
                     number = self._numbers[record.part] = len(self._records)
                     self._records.append(record)
-                numbers[data.object] = number
-            if number == data.object:
-                return data
-            return Stored(number, data.start, data.stop, data.crc32c)
+                numbers[at] = number
+            return number
 
+        shards: list[TensorEntry] = []
         for entry in manifest.entries:
+            if type(entry) is TensorEntry and entry.offsets is not None:
+                shards.append(entry)
+                continue
             path = entry.path
             if isinstance(entry, ContainerEntry):
                 self._containers.setdefault(path, entry)
-            elif type(entry) is TensorEntry and entry.offsets is not None:
-                if wants is not None and not wants.names(path):
-                    self._elsewhere[path] = None
-                    continue
-                join = joined.get(path)
-                if join is None:
-                    join = joined[path] = _Joined(entry, rank)
-                elif not is_same_tensor(join.first, entry):
-                    raise FormatError(
-                        key=path,
-                        detail=f"ranks {join.rank} and {rank} have shards of different tensors "
-                        "under this path",
-                    )
-                if wants is None or wants.has_part(path, entry.offsets, entry.shape):
-                    place = entry.offsets, entry.shape
-                    box = boxes.get(place)
-                    if box is None:
-                        box = boxes[place] = Box(*place)
-                    join.add(box, entry.data, renumber, is_template=is_template)
             elif not (entry.replicated or is_alone) or path in found:
                 continue
             elif wants is not None and not wants.names(path):
                 self._elsewhere[path] = None
             elif isinstance(entry, TensorEntry | BytesEntry):
-                found[path] = msgspec.structs.replace(entry, data=renumber(entry.data))
+                data = entry.data
+                moved = Stored(number_of(data.object), data.start, data.stop, data.crc32c)
+                found[path] = msgspec.structs.replace(entry, data=moved)
             else:
                 found[path] = entry
+        is_wanted: Callable[[TensorEntry], bool] | None = None
+        if wants is not None:
+            named = [entry for entry in shards if wants.names(entry.path)]
+            if len(named) < len(shards):
+                unnamed = dict.fromkeys([entry.path for entry in shards])
+                self._elsewhere.update([(p, None) for p in unnamed if not wants.names(p)])
+            shards = named
+            if wants.boxes:
+                is_wanted = wants.has_shard
+        self._shards.add(
+            manifest.rank,
+            shards,
+            [number_of(at) for at in range(len(objects))] if shards else (),
+            is_own=is_template and self._is_own,
+            is_wanted=is_wanted,
+        )
+
+    def _sharded(self, path: str, shards: Shards) -> ShardedEntry:
+        _, first = self._shards.firsts[path]
+        return ShardedEntry(
+            path=path,
+            dtype=first.dtype,
+            shape=self._shards.shape(path),
+            type=first.type,
+            requires_grad=first.requires_grad,
+            memory_format=first.memory_format,
+            attributes=first.attributes,
+            shards=shards,
+        )
 
     def _is_ordered(self, entry: Entry) -> bool:
-        return (
-            entry.path in self._template_paths
-            or isinstance(entry, ContainerEntry)
-            or entry.replicated
-            or _is_shard(entry)
-        )
+        return isinstance(entry, ContainerEntry) or entry.replicated or _is_shard(entry)
 
     def _count_private(self, manifest: RankManifest) -> None:
         rank = manifest.rank
@@ -418,11 +395,11 @@ class IndexBuilder:
 
     def _overlaps(self, path: str) -> bool:
         assert self._wants is not None
-        joined = self._joined[path]
+        boxes, ndim = self._shards.boxes(path), len(self._shards.shape(path))
         for wanted in self._wants.boxes[path]:
-            if wanted.ndim != len(joined.shape):
+            if wanted.ndim != ndim:
                 continue
-            shared = [wanted.intersect(box) for box in joined.boxes]
+            shared = [wanted.intersect(box) for box in boxes]
             if sum([box.volume for box in shared if box is not None]) > wanted.volume:
                 return True
         return False
@@ -482,69 +459,6 @@ class IndexBuilder:
             own = iter(dict.fromkeys(entry.path for entry in self._template.entries))
             order = [next(own) if path in self._own_paths else path for path in order]
         return order
-
-
-class _Joined:
-    """The wanted shards of a path. The first manifest's come first: the rank's own."""
-
-    __slots__ = ("boxes", "disputed", "first", "from_template", "rank", "shape")
-
-    def __init__(self, first: TensorEntry, rank: int) -> None:
-        assert first.global_shape is not None
-        self.first = first
-        self.rank = rank
-        self.shape = first.global_shape
-        self.boxes: dict[Box, Stored] = {}
-        self.disputed: set[Box] = set()
-        self.from_template: list[Box] = []
-
-    def add(
-        self,
-        box: Box,
-        data: Stored,
-        renumber: Callable[[Stored], Stored],
-        *,
-        is_template: bool,
-    ) -> None:
-        before = self.boxes.get(box)
-        if before is None:
-            self.boxes[box] = renumber(data)
-            if is_template:
-                self.from_template.append(box)
-        elif before.crc32c != data.crc32c:
-            self.disputed.add(box)
-
-    def entry(self, path: str, *, is_own: bool) -> ShardedEntry:
-        """Joins the shards.
-
-        A box that ranks stored with different values is disputed: tensors of several meshes have
-        this path. All boxes are if meshes cut the path differently and checksums cannot prove that
-        it is one tensor. A rank gets only its own disputed boxes.
-        """
-        first, boxes, disputed = self.first, self.boxes, self.disputed
-        own = frozenset(self.from_template) if is_own else frozenset()
-        if sum([box.volume for box in boxes]) > prod(self.shape):
-            cover = None if disputed else _one_cover(boxes, self.shape)
-            if cover is None:
-                disputed = set(boxes)
-            else:
-                boxes = {box: boxes[box] for box in cover}
-        return ShardedEntry(
-            path=path,
-            dtype=first.dtype,
-            shape=self.shape,
-            type=first.type,
-            requires_grad=first.requires_grad,
-            memory_format=first.memory_format,
-            attributes=first.attributes,
-            shards=tuple(
-                [
-                    Shard(box, data, box in disputed)
-                    for box, data in boxes.items()
-                    if box not in disputed or box in own
-                ]
-            ),
-        )
 
 
 class _Order:

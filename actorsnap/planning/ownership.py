@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
+from functools import cached_property, lru_cache
 from itertools import chain, product
 from math import prod
 from typing import TypeAlias
@@ -43,6 +43,10 @@ from actorsnap.planning.packing import (
     canonical,
     written_items,
 )
+from actorsnap.planning.survey import Holdings, holdings_of
+
+Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Offsets and sizes of a shard; None for an entry without."""
 
 # What a reader asks
 
@@ -66,6 +70,17 @@ class OwnerIndex:
         self._listed = {listed.path: _Boxes(listed.boxes) for listed in owners.listed}
         self._common = {path: kept.ranks for kept in owners.common for path in kept.paths}
         self._private = {path: kept.ranks for kept in owners.private for path in kept.paths}
+
+        self._irregular = self._listed.keys() | self._common.keys() | self._private.keys()
+        # Equal for tensors that are cut alike, and have no other entries.
+        self._kinds = {
+            path: (shape, id(regions))
+            for path, (shape, regions) in self._placed.items()
+            if path not in self._irregular
+        }
+
+    def __contains__(self, path: str) -> bool:
+        return path in self._placed or path in self._irregular
 
     @property
     def paths(self) -> Iterator[str]:
@@ -167,52 +182,143 @@ class OwnerIndex:
                 found.add(None)
         return found
 
+    def needed_of(self, rank: int, wants: Wants, paths: Iterable[str]) -> frozenset[str] | None:
+        """Returns what a rank needs of its own manifest, besides containers.
+
+        That is its private leaves, and those of ``paths``, which all may read, of which it stored a
+        wanted box. If nobody did, its box is as good as any: only dtype and shape are wanted.
+
+        Returns:
+            None: Most of the manifest.
+        """
+        stored: set[str] = set()
+        needed: set[str] = set()
+        for kept in self._owners.private:
+            if any(grid.position(rank) is not None for grid in kept.ranks):
+                needed.update(kept.paths)
+        wanted = frozenset(paths)
+        alike: dict[object, tuple[bool, bool]] = {}
+        for path in self.paths:
+            boxes = wants.boxes.get(path)
+            key = self._kinds.get(path, path), boxes, path in wanted
+            if key not in alike:
+                places = self.places(path, rank)
+                has_part = any(
+                    [b is None or wants.has_part(path, b.offsets, b.sizes) for b in places]
+                )
+                if not has_part and path in wanted:
+                    has_part = next(self._with_boxes(path, boxes), None) is None
+                alike[key] = bool(places), has_part
+            is_stored, has_part = alike[key]
+            if is_stored:
+                stored.add(path)
+            if is_stored and has_part and path in wanted:
+                needed.add(path)
+        return frozenset(needed) if 2 * len(needed) <= len(stored | needed) else None
+
     def contradiction(self, manifest: RankManifest, paths: Iterable[str]) -> str | None:
-        """As ``difference``, for the entries under some paths."""
-        found: dict[str, set[Box | None]] = {}
-        for path, box in map(_place_of, manifest.entries):
-            if path:
-                found.setdefault(path, set()).add(box)
+        """As ``difference``, of a manifest with some entries.
+
+        Args:
+            paths: All entries under these are among them.
+        """
+        rank = manifest.rank
+        found: dict[str, tuple[Place, ...]] = {}
+        for entry in manifest.entries:
+            if type(entry) is TensorEntry:
+                offsets = entry.offsets
+                place: Place = None if offsets is None else (offsets, entry.shape)
+            elif type(entry) is ContainerEntry:
+                continue
+            else:
+                place = None
+            before = found.get(entry.path)
+            found[entry.path] = (place,) if before is None else (*before, place)
+        alike: dict[object, frozenset[Place]] = {}
         for path in paths:
-            expected, present = self.places(path, manifest.rank), found.get(path, set())
-            if expected != present:
-                lacking = expected - present
-                box = next(iter(lacking or present - expected))
-                return _contradiction(manifest.rank, path, box, is_lacking=bool(lacking))
+            kind = self._kinds.get(path, path)
+            expected = alike.get(kind)
+            if expected is None:
+                expected = alike[kind] = frozenset(
+                    [None if b is None else (b.offsets, b.sizes) for b in self.places(path, rank)]
+                )
+            present = found.get(path, ())
+            if len(present) != len(expected) or not expected.issuperset(present):
+                lacking = expected.difference(present)
+                at = next(iter(lacking or set(present) - expected), None)
+                box = None if at is None else Box(*at)
+                return _contradiction(rank, path, box, is_lacking=bool(lacking))
+        for path in found.keys() - self._placed.keys() - self._irregular:
+            if "@" not in path:
+                return _contradiction(rank, path, None, is_lacking=False)
         return None
 
-    def stored_by(self, rank: int) -> set[tuple[str, Box | None]]:
-        """Returns all that the rank's manifest must have: paths, and boxes of shards."""
-        found: set[tuple[str, Box | None]] = set()
-        held: dict[tuple[int, tuple[int, ...]], list[Box]] = {}
-        for path, (shape, regions) in self._placed.items():
+    def difference(self, manifest: RankManifest, holdings: Holdings | None = None) -> str | None:
+        """Returns how a rank manifest contradicts the index; None if it does not.
+
+        Args:
+            holdings: Those of the manifest, if known.
+        """
+        held, rank = holdings or holdings_of(manifest), manifest.rank
+        expected = self._stored_by(rank)
+        found: dict[_Place, Set[str]] = {None: frozenset(held.others)}
+        for (offsets, sizes, *_), paths in held.shards.items():
+            _join(found, (offsets, sizes), frozenset(paths))
+        lacking: list[tuple[str, _Place]] = []
+        more: list[tuple[str, _Place]] = []
+        for at in expected.keys() | found.keys():
+            ours, theirs = expected.get(at, frozenset()), found.get(at, frozenset())
+            if ours != theirs:
+                lacking += [(path, at) for path in ours - theirs]
+                # Parts of private leaves are in the manifest of the leaf.
+                more += [(path, at) for path in theirs - ours if at or "@" not in path]
+        if not lacking and not more:
+            return None
+        path, at = min(lacking or more, key=lambda each: each[0])
+        box = None if at is None else Box(*at)
+        return _contradiction(rank, path, box, is_lacking=bool(lacking))
+
+    def _stored_by(self, rank: int) -> dict[_Place, Set[str]]:
+        """Returns the paths that the rank's manifest must have, by the box that it stored."""
+        found: dict[_Place, Set[str]] = {}
+        for regions, shape, paths in self._placed_alike:
             for region in regions:
                 layout = self._layouts[region.layout]
                 at = layout.mesh.position(rank)
-                if at is None or not _whole(region, layout).contains(Box(at, (1,) * len(at))):
-                    continue
-                if (region.layout, shape) not in held:
-                    held[region.layout, shape] = held_boxes(layout, shape, at)
-                boxes = held[region.layout, shape]
-                found.update([(path, box) for box in _parts(boxes, region)])
+                if at is not None and _whole(region, layout).contains(Box(at, (1,) * len(at))):
+                    for box in _parts(held_boxes(layout, shape, at), region):
+                        _join(found, (box.offsets, box.sizes), paths)
         for path, listed in self._listed.items():
-            found.update([(path, box) for box in listed.by_rank.get(rank, ())])
-        for kept in (*self._owners.common, *self._owners.private):
-            if any(grid.position(rank) is not None for grid in kept.ranks):
-                found.update([(path, None) for path in kept.paths])
+            for box in listed.by_rank.get(rank, ()):
+                _join(found, (box.offsets, box.sizes), {path})
+        for grids, paths in self._kept_alike:
+            if any(grid.position(rank) is not None for grid in grids):
+                _join(found, None, paths)
         return found
 
-    def difference(self, manifest: RankManifest) -> str | None:
-        """Returns how a rank manifest contradicts the index; None if it does not."""
-        expected, found = self.stored_by(manifest.rank), set(map(_place_of, manifest.entries))
-        found = {place for place in found if place[0]}
-        # Parts of private leaves are in the manifest of the leaf.
-        lacking = expected - found
-        more = {(path, box) for path, box in found - expected if box is not None or "@" not in path}
-        if not lacking and not more:
-            return None
-        path, box = min(lacking or more, key=lambda place: place[0])
-        return _contradiction(manifest.rank, path, box, is_lacking=bool(lacking))
+    @cached_property
+    def _placed_alike(self) -> list[tuple[Sequence[Holders], tuple[int, ...], frozenset[str]]]:
+        """Tensors with the same regions and shape."""
+        found: list[tuple[Sequence[Holders], tuple[int, ...], frozenset[str]]] = []
+        for placed in self._owners.placed:
+            by_shape: dict[tuple[int, ...], list[str]] = {}
+            for tensor in placed.tensors:
+                by_shape.setdefault(tensor.shape, []).append(tensor.path)
+            found += [(placed.regions, shape, frozenset(p)) for shape, p in by_shape.items()]
+        return found
+
+    @cached_property
+    def _kept_alike(self) -> list[tuple[Sequence[Grid], frozenset[str]]]:
+        kept = (*self._owners.common, *self._owners.private)
+        return [(each.ranks, frozenset(each.paths)) for each in kept]
+
+
+_Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]] | None
+"""Offsets and sizes of a box; None: an entry without one."""
+
+
+def _join(found: dict[_Place, Set[str]], place: _Place, paths: Set[str]) -> None:
+    found[place] = found[place] | paths if place in found else paths
 
 
 def _contradiction(rank: int, path: str, box: Box | None, *, is_lacking: bool) -> str:
@@ -320,25 +426,31 @@ def _along(
     local: dict[int, list[Run]] = {}
     group = -(-size // groups)
     step = -(-group // parts)
-    for first, last in wanted:
+    full, left = divmod(size, group)
+    width = -(-left // parts)
+
+    def num_held(at: int) -> int:
+        of_full, of_last = group - at * step, left - at * width
+        return full * max(0, min(step, of_full)) + max(0, min(width, of_last))
+
+    is_whole = wanted == ((0, size),)
+    if is_whole:
+        local = {at: [(0, held)] for at in range(parts) if (held := num_held(at))}
+    for first, last in () if is_whole else wanted:
         for number in range(first // group, -(-last // group)):
             begin, end = number * group, min(size, (number + 1) * group)
             low, high = max(first, begin) - begin, min(last, end) - begin
-            width = -(-(end - begin) // parts)
-            for at in range(low // width, -(-high // width)):
-                start = max(low, at * width) - at * width
-                stop = min(high, (at + 1) * width) - at * width
+            each = -(-(end - begin) // parts)
+            for at in range(low // each, -(-high // each)):
+                start = max(low, at * each) - at * each
+                stop = min(high, (at + 1) * each) - at * each
                 before = number * max(0, min(step, group - at * step))
                 local.setdefault(at, []).append((before + start, before + stop))
     if not rest:
         return [(run,) for run in index_runs(local)]
-    full, left = divmod(size, group)
-    width = -(-left // parts)
     alike: dict[tuple[tuple[Run, ...], ...], list[int]] = {}
     for at, runs in local.items():
-        of_full, of_last = group - at * step, left - at * width
-        held = full * max(0, min(step, of_full)) + max(0, min(width, of_last))
-        alike.setdefault(tuple(_along(held, tuple(rest), tuple(runs))), []).append(at)
+        alike.setdefault(tuple(_along(num_held(at), tuple(rest), tuple(runs))), []).append(at)
     return [
         (run, *more) for found, ats in alike.items() for run in index_runs(ats) for more in found
     ]

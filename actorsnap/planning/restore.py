@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Sequence, Set
 from itertools import accumulate, product
@@ -14,6 +15,7 @@ from actorsnap.format.compression import FRAME_BYTES
 from actorsnap.format.geometry import Box, c_strides, covers_exactly, extent_bytes
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import ObjectRecord, StoredChunk
+from actorsnap.planning.shards import Shards
 
 
 class BoxRead(msgspec.Struct, frozen=True, gc=False):
@@ -84,6 +86,44 @@ def plan_boxes(
     for index, parts in shares.items():
         reads += _reads_of(index, stored[index], parts, wanted, itemsize, block_bytes[index])
     return reads
+
+
+class BoxPlan:
+    """The reads that fill the wanted boxes of a tensor, and of all that are cut alike.
+
+    Attributes:
+        nbytes: Bytes of all reads.
+        stored, starts: Those of each read, as numbers.
+    """
+
+    def __init__(self, reads: Sequence[BoxRead]) -> None:
+        self.reads = reads
+        self.nbytes = sum([read.stop - read.start for read in reads])
+        self.stored = array("I", [read.stored for read in reads])
+        self.starts = array("Q", [read.start for read in reads])
+
+
+class BoxPlanner:
+    """Plans tensors; once if they are cut alike and wanted alike, as most layers of a model are."""
+
+    def __init__(self) -> None:
+        self._plans: dict[object, BoxPlan] = {}
+
+    def plan(self, path: str, shards: Shards, wanted: tuple[Box, ...], itemsize: int) -> BoxPlan:
+        """See ``plan_boxes``."""
+        sizes = shards.columns.sizes.tobytes(), shards.columns.counts.tobytes()
+        key = shards.cut, sizes, shards.disputed, wanted, itemsize
+        if key not in self._plans:
+            planned = plan_boxes(
+                path,
+                shards.cut.boxes,
+                wanted,
+                itemsize=itemsize,
+                block_bytes=shards.block_bytes,
+                disputed=shards.disputed,
+            )
+            self._plans[key] = BoxPlan(planned)
+        return self._plans[key]
 
 
 class _Finder:

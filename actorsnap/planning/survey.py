@@ -8,9 +8,9 @@ read.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
@@ -19,11 +19,13 @@ from actorsnap.format.geometry import Box
 from actorsnap.format.layout import chunk_key
 from actorsnap.format.manifest import (
     BytesEntry,
+    ContainerEntry,
     ObjectRecord,
     RankManifest,
+    StoredChunk,
     TensorEntry,
 )
-from actorsnap.planning.restore import find_hole
+from actorsnap.planning.restore import check_chunks, find_hole
 
 BATCH_BYTES = 32 << 20
 """Memory of the entries of one batch, about; a large object is a batch of its own."""
@@ -40,7 +42,7 @@ class SurveyedObject:
     Attributes:
         record: Of the first rank, without chunks.
         ranks: That list it, rising.
-        stored: Start and stored size of each chunk, if it is compressed.
+        stored: Start, stop and stored size of each chunk, if it is compressed.
         nbytes: Memory of its leaves and chunks, about.
     """
 
@@ -57,9 +59,50 @@ class SurveyedObject:
         if not self.is_compressed:
             yield key, self.record.size
             return
-        chunks = dict(zip(self.stored[::2], self.stored[1::2], strict=True))
-        for start, size in chunks.items():
+        for start, size in dict(zip(self.stored[::3], self.stored[2::3], strict=True)).items():
             yield chunk_key(key, start), size
+
+
+ShardKey: TypeAlias = tuple[
+    tuple[int, ...], tuple[int, ...], tuple[int, ...] | None, str, str, bool
+]
+"""Offsets and sizes of a box; shape, dtype, type and ``requires_grad`` of its tensor."""
+
+
+class Holdings(msgspec.Struct, frozen=True):
+    """The leaves of a rank manifest.
+
+    Attributes:
+        shards: Paths of those that are one box of tensors of one kind.
+        others: Paths of entries without boxes, except containers.
+    """
+
+    shards: Mapping[ShardKey, Sequence[str]]
+    others: Collection[str]
+
+
+def holdings_of(manifest: RankManifest) -> Holdings:
+    shards: dict[ShardKey, list[str]] = {}
+    others: list[str] = []
+    last: ShardKey | None = None
+    paths: list[str] = []
+    for entry in manifest.entries:
+        if type(entry) is TensorEntry and entry.offsets is not None:
+            key = (
+                entry.offsets,
+                entry.shape,
+                entry.global_shape,
+                entry.dtype,
+                entry.type,
+                entry.requires_grad,
+            )
+            if key != last:  # neighbours are often alike: quicker than a hash
+                paths = shards.setdefault(key, [])
+                last = key
+            paths.append(entry.path)
+        elif type(entry) is not ContainerEntry:
+            others.append(entry.path)
+    return Holdings(shards, others)
 
 
 class Batch(msgspec.Struct, frozen=True):
@@ -84,9 +127,9 @@ class Survey:
         self.leaf_bytes = 0
         self._shards = _Shards()
 
-    def add(self, manifest: RankManifest) -> None:
+    def add(self, manifest: RankManifest, holdings: Holdings | None = None) -> None:
+        """Adds a manifest; ``holdings`` are those of it, if known."""
         sizes = [0] * len(manifest.objects)
-        shards: list[TensorEntry] = []
         leaf_bytes = 0
         for entry in manifest.entries:
             kind = type(entry)
@@ -94,12 +137,10 @@ class Survey:
                 data = entry.data  # type: ignore[union-attr]
                 leaf_bytes += data.stop - data.start
                 sizes[data.object] += _LEAF_BYTES + _NUMBER_BYTES * len(data.crc32c)
-                if kind is TensorEntry and entry.offsets is not None:  # type: ignore[union-attr]
-                    shards.append(entry)  # type: ignore[arg-type]
         self.leaf_bytes += leaf_bytes
         for record, nbytes in zip(manifest.objects, sizes, strict=True):
             self._add_object(manifest.rank, record, nbytes)
-        self._shards.add(shards)
+        self._shards.add((holdings or holdings_of(manifest)).shards)
 
     def _add_object(self, rank: int, record: ObjectRecord, nbytes: int) -> None:
         chunks = record.chunks
@@ -116,12 +157,23 @@ class Survey:
         found.ranks.append(rank)
         found.nbytes += nbytes
         for chunk in chunks:
-            found.stored.extend((chunk.start, chunk.size))
+            found.stored.extend((chunk.start, chunk.stop, chunk.size))
             found.nbytes += _LEAF_BYTES + _NUMBER_BYTES * len(chunk.frames)
 
     def holes(self) -> Iterator[FormatError]:
-        """Yields an error per path whose tensor the shards of all ranks do not cover."""
-        return self._shards.holes()
+        """Yields an error per path whose tensor the shards of all ranks do not cover.
+
+        And one per compressed object that its chunks do not cover.
+        """
+        yield from self._shards.holes()
+        for key, found in self.objects.items():
+            spans = zip(found.stored[::3], found.stored[1::3], strict=True)
+            try:
+                if found.is_compressed:
+                    chunks = [StoredChunk(start, stop, 0) for start, stop in spans]
+                    check_chunks(key, found.record.size, chunks)
+            except FormatError as error:
+                yield error
 
     def batches(self, max_bytes: int = BATCH_BYTES) -> Iterator[Batch]:
         """Yields all objects in batches, in order."""
@@ -171,9 +223,6 @@ def memory_of(manifest: RankManifest) -> int:
     return _LEAF_BYTES * len(manifest.entries) + _NUMBER_BYTES * (numbers + frames)
 
 
-_Place: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes."""
-
 _Face: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 """Dim, where it is, offsets and sizes along the other dims."""
 
@@ -181,63 +230,50 @@ _Face: TypeAlias = tuple[int, int, tuple[int, ...], tuple[int, ...]]
 class _Shards:
     """Joins the boxes of sharded tensors as they come; those that tile leave one box.
 
-    Tensors that had the same boxes so far share one coverage.
+    Tensors of a kind that had the same boxes so far share one coverage.
     """
 
     def __init__(self) -> None:
-        # What ``is_same_tensor`` compares.
-        self._kinds: dict[str, tuple[str, tuple[int, ...] | None, str, bool]] = {}
-        self._coverage: dict[str, _Coverage] = {}
+        self._coverages: dict[str, _Coverage] = {}
         self._different: dict[str, FormatError] = {}
 
-    def add(self, entries: Sequence[TensorEntry]) -> None:
+    def add(self, shards: Mapping[ShardKey, Sequence[str]]) -> None:
         """Adds the shards of one rank."""
-        boxes: dict[str, tuple[_Place, ...]] = {}
-        kinds = self._kinds
-        for entry in entries:
-            path = entry.path
-            kind = entry.dtype, entry.global_shape, entry.type, entry.requires_grad
-            first = kinds.get(path)
-            if first is None:
-                kinds[path] = kind
-            elif first != kind:
+        coverages = self._coverages
+        for (offsets, sizes, *kind), paths in shards.items():
+            coverage = coverages.get(paths[0])
+            if coverage is None or not coverage.is_of(kind, paths):
+                self._add_to_several(kind, offsets, sizes, paths)
+            elif not coverage.is_whole:
+                coverage.add(Box(offsets, sizes))
+
+    def _add_to_several(
+        self,
+        kind: list[Any],
+        offsets: tuple[int, ...],
+        sizes: tuple[int, ...],
+        paths: Sequence[str],
+    ) -> None:
+        """Adds a box to tensors that had different boxes so far."""
+        by_coverage: dict[_Coverage | None, list[str]] = {}
+        for path in paths:
+            by_coverage.setdefault(self._coverages.get(path), []).append(path)
+        for coverage, some in by_coverage.items():
+            if coverage is not None and coverage.kind != kind:
                 detail = "ranks have shards of different tensors under this path"
-                self._different.setdefault(path, FormatError(key=path, detail=detail))
+                for path in some:
+                    self._different.setdefault(path, FormatError(key=path, detail=detail))
                 continue
-            place: _Place = (entry.offsets, entry.shape)  # type: ignore[assignment]
-            boxes[path] = (*boxes[path], place) if path in boxes else (place,)
-        # Of each coverage: its paths by the boxes that this rank adds.
-        changes: dict[_Coverage, dict[tuple[_Place, ...], list[str]]] = {}
-        new: dict[tuple[int, ...], _Coverage] = {}
-        coverages = self._coverage
-        for path, added in boxes.items():
-            coverage = coverages.get(path)
-            if coverage is None:
-                whole = kinds[path][1]
-                assert whole is not None
-                coverage = new.get(whole)
-                if coverage is None:
-                    coverage = new[whole] = _Coverage(whole)
-            elif coverage.is_whole:
-                continue
-            by_boxes = changes.get(coverage)
-            if by_boxes is None:
-                by_boxes = changes[coverage] = {}
-            by_boxes.setdefault(added, []).append(path)
-        for coverage, by_boxes in changes.items():
-            for boxes_added, paths in by_boxes.items():
-                is_alone = len(by_boxes) == 1 and len(paths) == coverage.num_paths
-                then = coverage if is_alone else coverage.copy()
-                for offsets, sizes in boxes_added:
-                    then.add(Box(offsets, sizes))
-                if then is not coverage:
-                    then.num_paths = len(paths)
-                    coverage.num_paths -= sum([path in coverages for path in paths])
-                    coverages.update(dict.fromkeys(paths, then))
+            if coverage is None or len(some) < len(coverage.paths):
+                coverage = _Coverage(kind) if coverage is None else coverage.without(some)
+                coverage.paths.update(some)
+                self._coverages.update(dict.fromkeys(some, coverage))
+            if not coverage.is_whole:
+                coverage.add(Box(offsets, sizes))
 
     def holes(self) -> Iterator[FormatError]:
         yield from self._different.values()
-        for path, coverage in self._coverage.items():
+        for path, coverage in self._coverages.items():
             hole = coverage.find_hole()
             if hole is not None:
                 detail = f"no shard has the elements from {hole.offsets} up to {hole.stops}"
@@ -245,28 +281,39 @@ class _Shards:
 
 
 class _Coverage:
-    """Boxes of a tensor: neighbours that make one box are joined."""
+    """Boxes of some tensors: neighbours that make one box are joined.
 
-    __slots__ = ("_at_start", "_at_stop", "_boxes", "_hole", "_shape", "is_whole", "num_paths")
+    Attributes:
+        kind: Of the tensors; see ``ShardKey``.
+    """
 
-    def __init__(self, shape: tuple[int, ...]) -> None:
-        self._shape = shape
+    __slots__ = ("_at_start", "_at_stop", "_boxes", "_hole", "_shape", "is_whole", "kind", "paths")
+
+    def __init__(self, kind: list[Any]) -> None:
+        self.kind = kind
+        self.paths: set[str] = set()
+        self._shape: tuple[int, ...] = kind[0]
         self._boxes: dict[Box, None] = {}
         self._at_start: dict[_Face, Box] = {}
         self._at_stop: dict[_Face, Box] = {}
         self._hole: list[Box | None] = []
         self.is_whole = False
-        self.num_paths = 0
 
-    def copy(self) -> _Coverage:
-        other = _Coverage(self._shape)
+    def is_of(self, kind: list[Any], paths: Sequence[str]) -> bool:
+        """Whether these are all of its tensors."""
+        return len(paths) == len(self.paths) and kind == self.kind and self.paths.issuperset(paths)
+
+    def without(self, paths: Sequence[str]) -> _Coverage:
+        """Drops some of its tensors; returns a copy for them."""
+        self.paths.difference_update(paths)
+        other = _Coverage(self.kind)
         other._boxes = dict(self._boxes)
         other._at_start, other._at_stop = dict(self._at_start), dict(self._at_stop)
         other.is_whole = self.is_whole
         return other
 
     def add(self, box: Box) -> None:
-        if self.is_whole or box in self._boxes:
+        if box in self._boxes:
             return
         while (neighbour := self._neighbour(box)) is not None:
             self._remove(neighbour)

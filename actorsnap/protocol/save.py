@@ -18,7 +18,7 @@ from typing import TypeVar
 import msgspec
 
 from actorsnap.format.manifest import SaveRecord
-from actorsnap.format.owners import deflate_owners, encode_owners
+from actorsnap.format.owners import decode_owners, deflate_owners, encode_owners
 from actorsnap.planning.inventory import (
     Inventory,
     Outline,
@@ -238,10 +238,17 @@ class SaveDecisions:
         return Continue(commits_next=True)
 
     def owners(self) -> bytes:
-        """Returns the owner index. Once ranks may store; blocks, for a worker thread."""
+        """Returns the owner index. Once ranks may store; blocks, for a worker thread.
+
+        Raises:
+            FormatError: It exceeds a limit of the format.
+        """
         common = self._common
         deflated = self._memory.owners(self._structures, common.rules)
-        return encode_owners(common.attempt, len(self._joined), deflated)
+        data = encode_owners(common.attempt, len(self._joined), deflated)
+        # Raises, rather than commit what no reader would take.
+        decode_owners(data, attempt=common.attempt, world_size=len(self._joined))
+        return data
 
     @property
     def _structures(self) -> tuple[bytes, ...]:

@@ -50,13 +50,13 @@ from actorsnap.planning.copy import (
     reusable,
     split_writes,
 )
-from actorsnap.planning.survey import Batch, Survey, reduced
+from actorsnap.planning.survey import Batch, Survey, holdings_of, reduced
 from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.copy_claim import CopyClaim, naming_side
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag
 from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts, find_claims
-from actorsnap.runtime.manifests import ManifestStream
+from actorsnap.runtime.manifests import ManifestStream, OwnerCheck
 from actorsnap.runtime.source import OpenSource, Source, begins_anew, opened_storage
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
@@ -303,16 +303,18 @@ class _Copy:
     async def _plan(self, commit: Commit) -> CopyPlan:
         reader = self.opened.reader
         survey, records = Survey(), list[ManifestRecord]()
+        check = await OwnerCheck.begin(reader, commit)
 
-        async def read(rank: int) -> tuple[RankManifest, ManifestRecord]:
-            return await reader.recorded_manifest(commit, rank)
+        def take(manifest: RankManifest) -> None:
+            holdings = holdings_of(manifest)
+            survey.add(manifest, holdings)
+            check.add(manifest, holdings)
 
-        self._stream = ManifestStream(range(commit.world_size), read, self._host.run_blocking)
-        await self._stream.each(survey.add, on_record=records.append)
-        for error in survey.contradictions:
+        self._stream = ManifestStream(reader, commit.attempt, commit, range(commit.world_size))
+        await self._stream.each(take, on_record=records.append)
+        for error in (*survey.contradictions, *check.problems):
             raise error
-        found = await reader.owners(commit)
-        owners = None if found is None else (owners_key(commit.attempt), found[1])
+        owners = None if check.encoded is None else (owners_key(commit.attempt), check.encoded)
         plan = plan_copy(survey.objects.values(), records, owners)
         self._batches = [*survey.batches()]
         # Of a small snapshot, all is checked before anything is written.

@@ -22,9 +22,6 @@ from actorsnap.storage.base import RunBlocking, for_each
 FEW_RANKS = 16
 """So many manifests are read at once: an owner index would save little."""
 
-_MAX_CHECKED = 64
-"""Manifests compared with the owner index; of more, only that they have all that is wanted."""
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartialIndex:
@@ -123,15 +120,21 @@ class PartialIndex:
         is_own = self.rank < commit.world_size
         known, names = dict(self.known), None
         paths: list[str] = []
+        unlisted: list[str] = []  # perhaps a manifest has them nevertheless
+        are_few = False
         asked: Sequence[int] = range(commit.world_size)
         if owners is not None:
             everything = list(owners.paths)
             paths = [path for path in everything if wants.names(path)]
+            unlisted = [path for path in wants.boxes if path not in owners]
+            are_few = 2 * len(paths) <= len(everything)
             if len(paths) < len(everything):
                 names = wants.names
             first = self.rank if is_own else 0
             if first not in known:
-                known[first] = await self._own(reader, run_blocking, owners)
+                known[first] = await self._own(
+                    *(reader, run_blocking, owners, wants), paths, unlisted
+                )
             asked = await run_blocking(owners.ranks_to_ask, wants, paths, known.keys())
             asked = sorted({*known, *asked})
         builder = IndexBuilder(
@@ -144,7 +147,7 @@ class PartialIndex:
 
         def add(manifests: Iterable[RankManifest]) -> None:
             for manifest in manifests:
-                if owners is not None and manifest.rank not in known and len(asked) <= _MAX_CHECKED:
+                if owners is not None and manifest.rank not in known:
                     self._refuse(owners.contradiction(manifest, paths))
                 builder.add(manifest)
 
@@ -153,7 +156,12 @@ class PartialIndex:
             read: dict[int, RankManifest] = {}
 
             async def get(rank: int, read: dict[int, RankManifest] = read) -> None:
-                read[rank] = known.get(rank) or await reader.manifest(commit, rank, names)
+                if rank in known:
+                    read[rank] = known[rank]
+                elif are_few:
+                    read[rank] = await reader.entries(commit, rank, [*paths, *unlisted])
+                else:
+                    read[rank] = await reader.manifest(commit, rank, names)
 
             await for_each(batch, get, at_once=at_once)
             await run_blocking(add, [read[rank] for rank in batch])
@@ -164,11 +172,42 @@ class PartialIndex:
         reader: SnapshotReader,
         run_blocking: RunBlocking,
         owners: OwnerIndex,
+        wants: Wants,
+        paths: Sequence[str],
+        unlisted: Sequence[str],
     ) -> RankManifest:
-        """Reads all of the rank's own manifest: the owner index does not name containers."""
-        manifest = await reader.manifest(self.commit, self.rank)
-        self._refuse(await run_blocking(owners.difference, manifest))
+        """Reads the rank's own manifest, or the pages with what it needs, and with containers.
+
+        Containers are in no owner index, and empty ones are leaves.
+        """
+        needed = await run_blocking(owners.needed_of, self.rank, wants, paths)
+        if needed is None:
+            manifest = await reader.manifest(self.commit, self.rank)
+            self._refuse(await run_blocking(owners.difference, manifest))
+        else:
+            manifest = await reader.entries(
+                self.commit, self.rank, [*needed, *unlisted], with_containers=True
+            )
+            self._refuse(await run_blocking(owners.contradiction, manifest, needed))
         return manifest
+
+    async def check_absent(
+        self, reader: SnapshotReader, run_blocking: RunBlocking, path: str, *, at_once: int
+    ) -> None:
+        """Looks for a path that the owner index lacks in the tables of all manifests.
+
+        Raises:
+            FormatError: A manifest has it.
+        """
+        owners = self.owners
+        if owners is None or path in owners:
+            return
+
+        async def look(rank: int) -> None:
+            manifest = await reader.entries(self.commit, rank, [path])
+            self._refuse(await run_blocking(owners.contradiction, manifest, ()))
+
+        await for_each(range(self.commit.world_size), look, at_once=at_once)
 
     def _refuse(self, contradiction: str | None) -> None:
         if contradiction is not None:

@@ -2,46 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, ParamSpec, TypeVar
-
-import msgspec
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.fetcher import RangeRequest
 from actorsnap.errors import UsageError, did_you_mean
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
-from actorsnap.format.manifest import Commit, Entry, ManifestRecord, RankManifest, ValueEntry
+from actorsnap.format.manifest import Commit, Entry, RankManifest
 from actorsnap.log import Log
 from actorsnap.planning.index import (
-    Elsewhere,
     Index,
-    ShardedEntry,
     Wants,
     ancestors,
     named_entries,
     named_ranks,
 )
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.manifests import ManifestStream, in_turn, index_progress
+from actorsnap.runtime.manifests import ManifestStream, Turns, index_progress
 from actorsnap.runtime.partial_index import FEW_RANKS, PartialIndex
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.restore.aliasing import mark_written
-from actorsnap.state.restore.allocation import Wanted
 from actorsnap.state.restore.build import KeyRestore, prepare, read_one, resolve
 from actorsnap.state.restore.match import entries_by_key
+from actorsnap.state.restore.reads import Reads
 from actorsnap.state.tree import escape
+from actorsnap.storage.base import for_each
 
 logger = Log(__name__)
 
 T = TypeVar("T")
 P = ParamSpec("P")
-
-_MAX_SHARDS = 1 << 17
-"""Shards whose entries are in memory together."""
 
 
 @begins_anew
@@ -71,11 +65,8 @@ def each_manifest(
         if rank is not None and not 0 <= rank < commit.world_size:
             raise UsageError(f"the snapshot has the ranks 0 to {commit.world_size - 1}, not {rank}")
 
-        async def read(each: int) -> tuple[RankManifest, ManifestRecord]:
-            return await reader.recorded_manifest(commit, each)
-
         ranks = range(commit.world_size) if rank is None else (rank,)
-        stream = ManifestStream(ranks, read, opened.errands.run_blocking)
+        stream = ManifestStream(reader, commit.attempt, commit, ranks)
         note = index_progress(len(ranks), progress)
         if commit.world_size <= FEW_RANKS:
             await stream.each(lambda manifest: None)  # raises before the first look
@@ -127,7 +118,11 @@ def each_pair(
                         "`actorsnap cp` makes a snapshot of it"
                     )
 
-            async def read(rank: int) -> list[Any]:
+            ranks = sorted(range(max(commit.world_size for commit in commits)), key=str)
+            turns = Turns(one.errands.run_blocking)
+
+            async def perform(turn: int) -> None:
+                rank = ranks[turn]
                 found: list[Any] = [rank]
                 for opened, commit in zip((one, other), commits, strict=True):
                     with opened.source.naming():
@@ -136,13 +131,10 @@ def each_pair(
                             if rank < commit.world_size
                             else None
                         )
-                return found
+                await turns.run(turn, partial(take, *found))
 
-            async def use(found: list[Any]) -> None:
-                await one.errands.run_blocking(take, *found)
-
-            ranks = sorted(range(max(commit.world_size for commit in commits)), key=str)
-            await one.errands.run(in_turn, ranks, read, use)
+            each = partial(for_each, range(len(ranks)), perform, at_once=MAX_SMALL_READS)
+            await one.errands.run(each)
 
     yield step
 
@@ -162,9 +154,9 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
         hint = did_you_mean(key, by_key) or f"it has {', '.join(map(repr, sorted(by_key)))}"
         raise UsageError(f"the snapshot has no key {key!r}; {hint}")
 
-    def find(index: Index, root: str) -> KeyRestore:
-        entries = entries_by_key(index.entries)[key] if root == escape(key) else index.entries
-        return prepare(root, entries, target=None, allow_pickle=source.options.allow_pickle)
+    def find(index: Index) -> KeyRestore:
+        entries = entries_by_key(index.entries)[key]
+        return prepare(escape(key), entries, target=None, allow_pickle=source.options.allow_pickle)
 
     return (yield from _read_below(source, view, escape(key), find))
 
@@ -191,9 +183,13 @@ def read_object(
     view = yield from _begin(source, number)
     if number >= view.index.world_size:
         raise UsageError(f"{typed!r}: the snapshot has the ranks 0 to {view.index.world_size - 1}")
-    root = resolve(view.index.entries, path, view.index.held_by_other_ranks)
+    try:
+        root = resolve(view.index.entries, path, view.index.held_by_other_ranks)
+    except UsageError:
+        yield from _check_absent(source, view.begun, path)
+        raise
 
-    def find(index: Index, root: str) -> KeyRestore:
+    def find(index: Index) -> KeyRestore:
         return read_one(
             index.entries, root, out, source.options.allow_pickle, index.held_by_other_ranks
         )
@@ -229,29 +225,34 @@ def _begin(source: Source, rank: int) -> Script[_View]:
     return (yield from source.perform("read", read))
 
 
+def _check_absent(source: Source, begun: PartialIndex | None, path: str) -> Script[None]:
+    """Raises ``FormatError`` if a manifest has a path that the index lacks."""
+    if begun is None:
+        return
+
+    async def look(opened: OpenSource) -> None:
+        run_blocking = opened.errands.run_blocking
+        await begun.check_absent(opened.reader, run_blocking, path, at_once=MAX_SMALL_READS)
+
+    yield from source.perform("read", look, begun.commit.attempt)
+
+
 async def _complete(opened: OpenSource, begun: PartialIndex, wants: Wants) -> Index:
     return await begun.complete(
         opened.reader, opened.errands.run_blocking, wants, at_once=MAX_SMALL_READS
     )
 
 
-def _look_below(
-    source: Source, begun: PartialIndex, roots: Iterable[str], unread: Iterable[str] = ()
-) -> Script[Index]:
-    """Returns the index with everything at and below the paths.
-
-    Args:
-        unread: Tensors whose shards are not wanted.
-    """
-    exact = set(roots)
-    above = {parent for root in exact for parent in ancestors(root)}
+def _look_below(source: Source, begun: PartialIndex, root: str) -> Script[Index]:
+    """Returns the index with everything at and below the path."""
+    above = set(ancestors(root))
 
     @cache
     def names(path: str) -> bool:
         path = path.partition("@")[0]
-        return path in exact or path in above or any(each in exact for each in ancestors(path))
+        return path == root or path in above or root in ancestors(path)
 
-    wants = Wants(names, {path: () for path in unread})
+    wants = Wants(names, {})
     return (
         yield from source.perform(
             "read", lambda opened: _complete(opened, begun, wants), begun.commit.attempt
@@ -263,64 +264,21 @@ def _read_below(
     source: Source,
     view: _View,
     root: str,
-    find: Callable[[Index, str], KeyRestore],
+    find: Callable[[Index], KeyRestore],
     memory_budget_bytes: int | None = None,
     *,
     owns_memory: bool = True,
 ) -> Script[Any]:
-    """Reads what ``find`` allocates; of many shards, some tensors after the other."""
-    read = partial(_read, source, memory_budget_bytes=memory_budget_bytes, owns_memory=owns_memory)
-    begun = view.begun
-    if begun is None:
-        part = find(view.index, root)
-        yield from read(view.index, [part])
-        return part.build()
-    below = f"{root}/"
-    unread = [
-        entry.path
-        for entry in view.index.entries
-        if isinstance(entry, Elsewhere | ShardedEntry)
-        and (entry.path.startswith(below) or entry.path == root)
-    ]
-    at_once = max(1, _MAX_SHARDS // view.index.world_size)
-    if len(unread) <= at_once:
-        index = yield from _look_below(source, begun, [root])
-        part = find(index, root)
-        yield from read(index, [part])
-        return part.build()
-    index = yield from _look_below(source, begun, [root], unread)
-    sharded = [entry.path for entry in index.entries if isinstance(entry, ShardedEntry)]
-    left = [path for path in sharded if path.startswith(below)]
-    index = _with_values_for(index, frozenset(left))
-    part = find(index, root)
-    yield from read(index, [part])
-    for at in range(0, len(left), at_once):
-        paths = left[at : at + at_once]
-        index = yield from _look_below(source, begun, paths)
-        found = {path: find(index, path) for path in paths}
-        yield from read(index, list(found.values()))
-        part.match.values.update({path: each.build() for path, each in found.items()})
-    return part.build()
-
-
-def _with_values_for(index: Index, paths: Collection[str]) -> Index:
-    entries = [ValueEntry(path=e.path) if e.path in paths else e for e in index.entries]
-    return msgspec.structs.replace(index, entries=tuple(entries))
-
-
-def _read(
-    source: Source,
-    index: Index,
-    parts: Sequence[KeyRestore],
-    *,
-    memory_budget_bytes: int | None = None,
-    owns_memory: bool = True,
-) -> Script[None]:
-    mark(parts)
-    wanted = [want for part in parts for want in part.memory.reads]
+    """Reads what ``find`` allocates."""
+    index = view.index
+    if view.begun is not None:
+        index = yield from _look_below(source, view.begun, root)
+    part = find(index)
+    mark([part])
     yield lambda host: fetch_wanted(
-        host, source, index, wanted, memory_budget_bytes, owns_memory=owns_memory
+        host, source, index, part.memory.reads, memory_budget_bytes, owns_memory=owns_memory
     )
+    return part.build()
 
 
 def mark(parts: Iterable[KeyRestore]) -> None:
@@ -332,7 +290,7 @@ async def fetch_wanted(
     host: Host,
     source: Source,
     index: Index,
-    wanted: Iterable[Wanted],
+    wanted: Reads,
     memory_budget_bytes: int | None = None,
     observation: Observation | None = None,
     *,
@@ -345,7 +303,6 @@ async def fetch_wanted(
         on_read: See ``FetcherPool``.
         owns_memory: No memory is the caller's: a read that hangs may be abandoned.
     """
-    requests = [RangeRequest(index, want.stored, want.sink) for want in wanted]
     changes: dict[str, Any] = {}
     if memory_budget_bytes is not None:
         changes = {
@@ -355,11 +312,20 @@ async def fetch_wanted(
         }
     if on_read is not None:
         changes["on_read"] = on_read
-    if requests:
-        watch = observation or Observation("read")
-        async with source.opened(host, "read", index.attempt, watch.on_retry) as opened:
-            fetcher = opened.fetcher(recorder=watch.recorder, **changes)
+    batches = wanted.batches()
+
+    def next_batch() -> list[RangeRequest]:
+        return [RangeRequest(index, each.stored, each.sink) for each in next(batches, ())]
+
+    if not wanted:
+        return
+    watch = observation or Observation("read")
+    async with source.opened(host, "read", index.attempt, watch.on_retry) as opened:
+        fetcher = opened.fetcher(recorder=watch.recorder, **changes)
+        requests = await host.run_blocking(next_batch)
+        while requests:
             if owns_memory:
                 await opened.errands.run(fetcher.fetch, requests)
             else:
                 await fetcher.fetch(requests)
+            requests = await host.run_blocking(next_batch)

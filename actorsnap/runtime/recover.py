@@ -34,13 +34,12 @@ from actorsnap.format.manifest import (
     encode_commit,
     features_in,
 )
-from actorsnap.format.owners import owners_key
+from actorsnap.format.tables import decode_lone_rank_manifest
 from actorsnap.log import Log
-from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import check_flag
 from actorsnap.runtime.maintenance import find_attempts, find_claims, find_collectable
-from actorsnap.runtime.manifests import ManifestStream, index_progress
+from actorsnap.runtime.manifests import ManifestStream, OwnerCheck, index_progress
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import OpenSource, Source, opened_storage
 from actorsnap.runtime.verify import DataCheck
@@ -194,20 +193,11 @@ class _Recovery:
     async def _with_owners(self, commit: Commit, stream: ManifestStream) -> Commit:
         """Leaves out a damaged or wrong owner index: the snapshot is readable without it."""
         try:
-            if (found := await self._opened.reader.owners(commit)) is not None:
-                index = await self._opened.errands.run_blocking(
-                    OwnerIndex, found[0], commit.world_size
-                )
-                wrong: list[str] = []
-
-                def compare(manifest: RankManifest) -> None:
-                    if not wrong and (difference := index.difference(manifest)) is not None:
-                        wrong.append(difference)
-
-                await stream.each(compare)
-                if wrong:
-                    detail = f"{wrong[0]}, which contradicts its manifest"
-                    raise FormatError(key=owners_key(commit.attempt), detail=detail)
+            check = await OwnerCheck.begin(self._opened.reader, commit)
+            if check.index is not None:
+                await stream.each(check.add)
+            for error in check.problems:
+                raise error
         except FormatError as error:
             logger.warning("%s; the snapshot is recovered without it", error)
             features = tuple([each for each in commit.features if each != "owners"])
@@ -310,7 +300,9 @@ class _Recovery:
                     detail=f"the attempt {name} has no rank manifest",
                     found="unfinished",
                 )
-            manifest, _ = await self._opened.reader.lone_manifest(manifest_key(name, ranks[0]))
+            manifest, _ = await self._opened.reader.use_manifest(
+                manifest_key(name, ranks[0]), decode_lone_rank_manifest
+            )
             save = None if isinstance(manifest.save, msgspec.UnsetType) else manifest.save
             self._check_ranks(name, ranks, save)
         except (FormatError, UsageError) as error:
@@ -384,13 +376,6 @@ class _Recovery:
         features: set[str] = set()
         show = index_progress(len(chosen.ranks), progress)
 
-        async def read(rank: int) -> tuple[RankManifest, ManifestRecord] | None:
-            try:
-                return await reader.lone_manifest(manifest_key(name, rank))
-            except FormatError as error:
-                problems.append(error)
-                return None
-
         def note(record: ManifestRecord) -> None:
             records.append(record)
             show(record)
@@ -406,7 +391,7 @@ class _Recovery:
                 features.update(features_in([manifest]))
             check.add(manifest)
 
-        stream = ManifestStream(chosen.ranks, read, self._opened.errands.run_blocking)
+        stream = ManifestStream(reader, name, None, chosen.ranks, problems.append)
         await stream.each(take, on_record=note)
         save = saves[0] if saves else None
         if save is None:

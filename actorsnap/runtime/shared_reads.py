@@ -8,7 +8,7 @@ whose storage has failed. Reading, sending and copying overlap. Each set and tur
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TypeAlias
@@ -40,8 +40,8 @@ from actorsnap.runtime.reading import fetch_wanted, mark
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Team
 from actorsnap.runtime.tracing import Observation
-from actorsnap.state.restore.allocation import Wanted, slice_stored
 from actorsnap.state.restore.build import KeyRestore
+from actorsnap.state.restore.reads import Reads, Wanted, slice_stored
 from actorsnap.state.sources import ByteSink, HostMemory
 from actorsnap.storage.base import RunBlocking
 
@@ -89,7 +89,7 @@ class RestoreReads:
 
     @cached_property
     def bytes_needed(self) -> int:
-        wanted = sum(_size(want) for part in self.parts.values() for want in part.memory.reads)
+        wanted = sum(part.memory.reads.nbytes for part in self.parts.values())
         return wanted - sum(part.memory.surplus_bytes for part in self.parts.values())
 
     def interest(self, host: Host) -> ReadInterest:
@@ -128,22 +128,11 @@ class RestoreReads:
 
     def weigh(self, host: Host, plan: SharedReadPlan) -> ReadCost:
         """Returns the cost of ``read``. Blocks; for worker threads."""
-        batches = [
-            [
-                Range(self._key(w.stored), w.stored.start, w.stored.stop, w.sink.is_addressable)
-                for w in self._unshared(plan)
-            ]
-        ]
-        for turn in plan.turns:
-            if turn.ranks:
-                ranges = self._ranges(self._shared(turn))
-                pieces, rank = self._pieces(turn)
-                batches += [[_slice(ranges, part) for part in by_rank[rank]] for by_rank in pieces]
         options = self.source.options
         chunk_bytes = chunk_within(options.chunk_bytes, host.resources.budget.limit_bytes)
         chunks = chunk_maps(self.index.objects)
         bytes_read = num_requests = 0
-        for batch in batches:
+        for batch in self._batches(plan):
             for read in plan_reads(
                 batch, chunk_bytes=chunk_bytes, max_gap_bytes=options.max_gap_bytes
             ):
@@ -155,13 +144,28 @@ class RestoreReads:
                 num_requests += len(sizes)
         return ReadCost(self.bytes_needed, bytes_read, num_requests)
 
+    def _batches(self, plan: SharedReadPlan) -> Iterator[list[Range]]:
+        for batch in self._unshared(plan).batches():
+            yield [
+                Range(self._key(w.stored), w.stored.start, w.stored.stop, w.sink.is_addressable)
+                for w in batch
+            ]
+        for turn in plan.turns:
+            if turn.ranks:
+                ranges = self._ranges(self._shared(turn))
+                pieces, rank = self._pieces(turn)
+                for by_rank in pieces:
+                    yield [_slice(ranges, part) for part in by_rank[rank]]
+
     def _find_shareable(self) -> dict[_Common, list[SharedRange]]:
         """Returns ranges that other ranks likely want, in a common order."""
         found: dict[_Common, dict[tuple[str, int, int], tuple[Stored, list[ByteSink]]]] = {}
+        if len(self._positions) < 2:
+            return {}
         for key, part in self.parts.items():
             for want in part.memory.reads:
                 ranks, stored = self._ranks_alike(want), want.stored
-                if ranks and _size(want):
+                if ranks and want.nbytes:
                     at = self._key(stored), stored.start, stored.stop
                     by_place = found.setdefault((key, ranks), {})
                     by_place.setdefault(at, (stored, []))[1].append(want.sink)
@@ -186,14 +190,16 @@ class RestoreReads:
         assert turn.ranks is not None
         return [each for key in turn.keys for each in self._shareable[key, turn.ranks]]
 
-    def _unshared(self, plan: SharedReadPlan) -> list[Wanted]:
+    def _unshared(self, plan: SharedReadPlan) -> Reads:
         shared = {(key, turn.ranks) for turn in plan.turns for key in turn.keys}
-        return [
-            want
-            for key, part in self.parts.items()
-            for want in part.memory.reads
-            if (key, self._ranks_alike(want)) not in shared
-        ]
+        found = Reads()
+        for key, part in self.parts.items():
+            reads = part.memory.reads
+            if any(key == of_key for of_key, _ in shared):
+                found.parts += [w for w in reads if (key, self._ranks_alike(w)) not in shared]
+            else:
+                found.parts += reads.parts
+        return found
 
     def _key(self, stored: Stored) -> str:
         return self.index.objects[stored.object].key
@@ -273,10 +279,6 @@ async def _fetch_into(
 def _slice(ranges: Sequence[Range], part: Part) -> Range:
     whole = ranges[part.request]
     return Range(whole.key, whole.start + part.start, whole.start + part.stop)
-
-
-def _size(want: Wanted) -> int:
-    return want.stored.stop - want.stored.start
 
 
 @dataclass(eq=False, kw_only=True)

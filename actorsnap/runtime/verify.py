@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from os.path import commonprefix
 from typing import Any
 
 import msgspec
@@ -23,20 +24,21 @@ from actorsnap.errors import (
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.manifest import (
     BytesEntry,
-    Commit,
-    ManifestRecord,
     ObjectRecord,
     RankManifest,
     Stored,
-    StoredChunk,
     TensorEntry,
 )
-from actorsnap.format.owners import owners_key
-from actorsnap.planning.ownership import OwnerIndex
-from actorsnap.planning.restore import check_chunks
-from actorsnap.planning.survey import Batch, Survey, SurveyedObject, reduced
+from actorsnap.planning.survey import (
+    Batch,
+    Holdings,
+    Survey,
+    SurveyedObject,
+    holdings_of,
+    reduced,
+)
 from actorsnap.runtime.host import Script
-from actorsnap.runtime.manifests import ManifestStream, index_progress
+from actorsnap.runtime.manifests import ManifestStream, OwnerCheck, index_progress
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.state.restore.verification import Doubtful, EntryCheck
 from actorsnap.state.sources import HostMemory
@@ -95,25 +97,22 @@ def verify(
         commit = await reader.commit()
         problems: list[ActorSnapError] = []
 
-        async def read(rank: int) -> tuple[RankManifest, ManifestRecord] | None:
-            try:
-                return await reader.recorded_manifest(commit, rank)
-            except FormatError as error:
-                problems.append(error)
-                return None
-
-        stream = ManifestStream(range(commit.world_size), read, opened.errands.run_blocking)
+        ranks = range(commit.world_size)
+        stream = ManifestStream(reader, commit.attempt, commit, ranks, problems.append)
         check = DataCheck(opened, level=level, progress=progress)
-        owners, wrong = await _read_owners(opened, commit, level)
+        try:
+            owners = await OwnerCheck.begin(reader, commit)
+        except FormatError as error:
+            owners = OwnerCheck(commit.attempt, None, None, [error])
 
         def take(manifest: RankManifest) -> None:
-            check.add(manifest)
-            if owners is not None and (what := owners.difference(manifest)) is not None:
-                wrong.append(FormatError(key=owners_key(commit.attempt), detail=what))
+            holdings = holdings_of(manifest)
+            check.add(manifest, holdings)
+            owners.add(manifest, holdings)
 
         await stream.each(take, on_record=index_progress(commit.world_size, progress))
         problems += await check.run(stream, is_complete=not problems)
-        problems += wrong
+        problems += owners.problems
         if problems:
             await reader.check_replaced()
         return VerifyReport(
@@ -125,19 +124,6 @@ def verify(
         )
 
     return (yield from source.perform("verify", perform))
-
-
-async def _read_owners(
-    opened: OpenSource, commit: Commit, level: str
-) -> tuple[OwnerIndex | None, list[FormatError]]:
-    """Returns an index to compare with all manifests, if ``full``; or why it is of no use."""
-    try:
-        found = await opened.reader.owners(commit)
-    except FormatError as error:
-        return None, [error]
-    if found is None or level == "quick":
-        return None, []
-    return OwnerIndex(found[0], commit.world_size), []
 
 
 @dataclass(eq=False, repr=False)
@@ -165,14 +151,15 @@ class DataCheck:
         self._survey = Survey()
         self._entries = EntryCheck()
         self._held: dict[str, _HeldObject] = {}
+        self._listed: set[str] = set()
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
         self.num_objects = 0
         self.nbytes = 0
 
-    def add(self, manifest: RankManifest) -> None:
-        """Blocks; for worker threads."""
-        self._survey.add(manifest)
+    def add(self, manifest: RankManifest, holdings: Holdings | None = None) -> None:
+        """Blocks; for worker threads. ``holdings`` are those of the manifest, if known."""
+        self._survey.add(manifest, holdings)
         if self.level == "full":
             self._entries.add(manifest)
 
@@ -192,6 +179,7 @@ class DataCheck:
             problems += await self._run_blocking(lambda: [*survey.holes()])
         self._total_bytes = survey.leaf_bytes
         await self._run_blocking(self._count, 0)
+        await self._list_sizes()
         num_checked = 0
 
         async def check(key: str) -> None:
@@ -211,10 +199,8 @@ class DataCheck:
         parallel_objects = self.opened.storage.capabilities.preferred_parallel_objects
         at_once = parallel_objects if self.level == "full" else MAX_SMALL_READS
         for batch in survey.batches():
-            if self._needs_leaves(batch):
+            if self.level == "full":
                 await self._read_leaves(stream, batch)
-                if is_complete:
-                    problems += await self._run_blocking(lambda: [*_gaps(self._held.values())])
             await for_each(batch.keys, check, at_once=at_once)
             self._held = {}
         self.num_objects = len(survey.objects)
@@ -244,10 +230,6 @@ class DataCheck:
             problems.extend(await self._build(leaf))
 
         await for_each(entries.found.doubtful.values(), build, at_once=1)
-
-    def _needs_leaves(self, batch: Batch) -> bool:
-        objects = self._survey.objects
-        return self.level == "full" or any(objects[key].is_compressed for key in batch.keys)
 
     async def _read_leaves(self, stream: ManifestStream, batch: Batch) -> None:
         """Finds what the manifests have in the objects of a batch."""
@@ -294,8 +276,29 @@ class DataCheck:
             await self._pool.fetch(requests)
             self.nbytes += record.size
 
+    async def _list_sizes(self) -> None:
+        """Finds the objects that have their sizes: by pages of a list, not a request for each."""
+        objects = self._survey.objects
+        if not objects:
+            return
+        current = ""
+        left: dict[str, int] = {}  # of the current object
+        async for info in self.opened.storage.list(commonprefix([min(objects), max(objects)])):
+            key = info.key if info.key in objects else info.key.rpartition("/")[0]
+            if key not in objects:
+                continue
+            if key != current:
+                current, left = key, dict(objects[key].stored_objects)
+            if left.get(info.key) == info.size:
+                del left[info.key]
+                if not left:
+                    self._listed.add(key)
+
     async def _check_sizes(self, surveyed: SurveyedObject) -> None:
         key = surveyed.record.key
+        if key in self._listed:
+            return
+        # A list has no links, and may be old: only an answer about the object itself is proof.
         if surveyed.is_compressed:  # many keys
             listed = self.opened.storage.list(f"{key}/")
             found = {info.key: info.size async for info in listed}
@@ -338,12 +341,6 @@ class _HeldObject:
     parts: list[tuple[RankManifest, int]] = field(default_factory=list)
     leaves: list[tuple[RankManifest, Stored]] = field(default_factory=list)
 
-    @property
-    def chunks(self) -> list[StoredChunk]:
-        return [
-            chunk for manifest, number in self.parts for chunk in manifest.objects[number].chunks
-        ]
-
     def opener(self) -> tuple[RankManifest, int]:
         """Returns the manifest and number with a compressed object's header.
 
@@ -368,16 +365,6 @@ def _objects_in(manifests: Sequence[RankManifest]) -> dict[str, _HeldObject]:
                 leaves = held[manifest.objects[entry.data.object].key].leaves
                 leaves.append((manifest, entry.data))
     return held
-
-
-def _gaps(held: Iterable[_HeldObject]) -> Iterator[FormatError]:
-    """Yields an error per compressed object that its chunks do not cover."""
-    for each in held:
-        if each.record.chunks:
-            try:
-                check_chunks(each.record.key, each.record.size, each.chunks)
-            except FormatError as error:
-                yield error
 
 
 def _damage_in(group: BaseExceptionGroup[Any]) -> list[Any]:

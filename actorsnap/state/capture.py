@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -235,7 +235,7 @@ class _Globs:
 
     def warn_unmatched(self) -> None:
         for glob in self.patterns:
-            if glob not in self._matched:
+            if glob not in self._matched and glob != "**":  # an app state may have no leaves
                 _log.warning("replicated=%r matches no leaf of the app state", glob)
 
 
@@ -245,6 +245,14 @@ def _glob_regex(glob: str) -> str:
         wild = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*"}
         pieces.append(wild.get(piece) or re.escape(piece))
     return "".join(pieces)
+
+
+class _Group(NamedTuple):
+    """Global ranks, those of them that save together, as numbers in that group, and a digest."""
+
+    ranks: tuple[int, ...]
+    members: tuple[int, ...]
+    digest: bytes
 
 
 class _Collector:
@@ -264,6 +272,9 @@ class _Collector:
         first, step = ranks[0], ranks[1] - ranks[0] if len(ranks) > 1 else 1
         is_regular = list(ranks) == [first + number * step for number in range(len(ranks))]
         self._step = step if is_regular else None
+        self._numbers = {global_rank: number for number, global_rank in enumerate(ranks)}
+        self._everybody = tuple(range(len(ranks)))
+        self._groups: dict[int, _Group] = {}
         self._attributes = attributes
         self._describer = Describer()
         self._globs = globs if globs.patterns else None
@@ -502,8 +513,8 @@ class _Collector:
         if not isinstance(sharding, Sharding):
             self._refuse(path, sharding or refusal(tensor))
             return
-        absent = sorted(set(sharding.ranks) - set(self._ranks))
-        if absent:
+        if len(self._members(sharding.ranks)) < len(sharding.ranks):
+            absent = sorted(set(sharding.ranks) - self._numbers.keys())
             self._refuse(
                 path,
                 f"lies on rank(s) {', '.join(map(str, absent[:16]))} too, which do not take part "
@@ -520,7 +531,7 @@ class _Collector:
                     path,
                     whole.dtype,
                     whole.global_shape,
-                    ranks_digest(ranks),
+                    self._group(ranks).digest,
                     len(ranks),
                     self._layout(whole.layout),
                 )
@@ -565,11 +576,21 @@ class _Collector:
             self._waits.add(device)
         return StridedMemory(tensor)
 
-    def _members(self, ranks: Sequence[int] | None) -> tuple[int, ...]:
-        """Returns the group ranks of global ranks; None means all."""
-        if ranks is None:
-            return tuple(range(len(self._ranks)))
-        return tuple([i for i, rank in enumerate(self._ranks) if rank in ranks])
+    def _members(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+        """Returns the group ranks of global ranks, rising; None means all."""
+        return self._everybody if ranks is None else self._group(ranks).members
+
+    def _group(self, ranks: tuple[int, ...]) -> _Group:
+        """Describes ranks once: the tensors of a mesh share the tuple.
+
+        By identity, because the hash of thousands of ranks takes longer than all else of a tensor.
+        """
+        found = self._groups.get(id(ranks))
+        if found is None:
+            numbers = self._numbers
+            members = tuple(sorted([numbers[rank] for rank in ranks if rank in numbers]))
+            found = self._groups[id(ranks)] = _Group(ranks, members, ranks_digest(ranks))
+        return found
 
     def _add_replica(
         self, path: str, value: object, replica: Replica, members: tuple[int, ...]

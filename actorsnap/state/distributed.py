@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence, Set
+from functools import cache
 from typing import Any, TypeAlias, TypeGuard
 
 import msgspec
@@ -65,6 +66,7 @@ class Describer:
 
     def __init__(self) -> None:
         self._layouts: dict[object, _Described] = {}
+        self._ranks_of = cache(_mesh_ranks)
 
     def describe(self, tensor: torch.Tensor) -> Sharding | str | None:
         """Returns None for tensors that are not distributed.
@@ -86,7 +88,7 @@ class Describer:
         key = (spec.mesh, spec.placements, getattr(spec, "shard_order", None), shape)
         try:
             if key not in self._layouts:
-                self._layouts[key] = _layout_of(spec, shape)
+                self._layouts[key] = _layout_of(spec, shape, self._ranks_of(spec.mesh))
         except ValueError as error:
             return f"is a DTensor with an unsupported layout: {error}; distribute it again"
         placed, expected, holders, ranks, layout = self._layouts[key]
@@ -185,9 +187,8 @@ _Described: TypeAlias = tuple[list[Placed], tuple[int, ...], Ranks | None, Ranks
 """Boxes, the local shape that they imply, their holders, all ranks of the mesh, and the layout."""
 
 
-def _layout_of(spec: Any, shape: tuple[int, ...]) -> _Described:
+def _layout_of(spec: Any, shape: tuple[int, ...], all_ranks: Ranks) -> _Described:
     mesh = spec.mesh
-    all_ranks = _mesh_ranks(mesh)
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return [], (), None, all_ranks, None
@@ -389,14 +390,21 @@ def _mesh_ranks(mesh: Any) -> Ranks:
     return tuple(sorted(mesh.mesh.flatten().tolist()))
 
 
-def _of_parameter(parameter: Any, synchronised: Mapping[int, Ranks | None]) -> Replica | None:
-    """Returns the replica of its plain optimizer state; None if private."""
-    if _is_dtensor(parameter):
-        ranks = _mesh_ranks(parameter.device_mesh)
-        return Replica(ranks) if len(ranks) > 1 else None
-    if id(parameter) in synchronised:
-        return Replica(synchronised[id(parameter)])
-    return None
+def _of_parameters(
+    parameters: Iterable[Any], synchronised: Mapping[int, Ranks | None]
+) -> list[Replica | None]:
+    """Returns the replicas of their plain optimizer states; None if private."""
+    ranks_of = cache(_mesh_ranks)
+
+    def find(parameter: Any) -> Replica | None:
+        if _is_dtensor(parameter):
+            ranks = ranks_of(parameter.device_mesh)
+            return Replica(ranks) if len(ranks) > 1 else None
+        if id(parameter) in synchronised:
+            return Replica(synchronised[id(parameter)])
+        return None
+
+    return [find(parameter) for parameter in parameters]
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
@@ -410,7 +418,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Any]:
 def _of_optimizer(
     optimizer: torch.optim.Optimizer, synchronised: Mapping[int, Ranks | None]
 ) -> Replication:
-    found = [_of_parameter(p, synchronised) for p in _parameters(optimizer)]
+    found = _of_parameters(_parameters(optimizer), synchronised)
     if found and found[0] is not None and all(replica == found[0] for replica in found):
         return Replication({"": found[0]})
     return Replication({f"state.{n}.": replica for n, replica in enumerate(found) if replica})
@@ -419,7 +427,8 @@ def _of_optimizer(
 def _of_model_state(state: ModelState, synchronised: Mapping[int, Ranks | None]) -> Replication:
     result = _of_module(state.model, "model.", is_plain=True)
     found = [_parameters(optimizer) for optimizer in state.optimizers]
-    replicas = {id(p): _of_parameter(p, synchronised) for parameters in found for p in parameters}
+    held = [parameter for parameters in found for parameter in parameters]
+    replicas = dict(zip(map(id, held), _of_parameters(held, synchronised), strict=True))
     kinds = set(replicas.values())
     if all(found) and len(kinds) == 1 and None not in kinds:
         result["optim."] = kinds.pop()

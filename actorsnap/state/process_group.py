@@ -56,16 +56,20 @@ class Group:
         return cls(0, 1, (global_rank(),), None, "one")
 
 
-def global_rank() -> int:
+def is_initialized() -> bool:
+    """Whether there is a default process group."""
     dist = _distributed()
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+    return bool(dist.is_available() and dist.is_initialized())
+
+
+def global_rank() -> int:
+    return _distributed().get_rank() if is_initialized() else 0
 
 
 def likely_ranks(environ: Mapping[str, str] = os.environ) -> int:
     """Returns the likely number of ranks that save together, without a connection."""
-    dist = _distributed()
-    if dist.is_available() and dist.is_initialized():
-        return int(dist.get_world_size())
+    if is_initialized():
+        return int(_distributed().get_world_size())
     text = environ.get("WORLD_SIZE", "")
     return int(text) if text.isdecimal() else 1
 
@@ -168,7 +172,7 @@ def _distributed() -> Any:
 def _process_group(group: Any) -> Any:
     dist = _distributed()
     if group is None:
-        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+        return dist.group.WORLD if is_initialized() else None
     if not dist.is_available() or not isinstance(group, dist.ProcessGroup):
         if dist.is_available() and group == dist.GroupMember.NON_GROUP_MEMBER:
             raise UsageError(

@@ -21,6 +21,7 @@ from actorsnap.errors import ChecksumMismatch, FormatError, IncompatibleState, U
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.format.owners import (
     Grid,
+    Kept,
     Layout,
     Listed,
     MeshCut,
@@ -43,6 +44,7 @@ from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.testing import run_blocking_in_thread
 from tests.api.test_recover import files_in
+from tests.support.many import Many
 from tests.support.world import SimulatedSave
 
 RANKS = 20
@@ -51,20 +53,35 @@ RANKS = 20
 _DEAD_PID = (1 << 22) + 1
 ATTEMPT = f"20260101T000000-{host_id()}-{_DEAD_PID}-89abcdef"
 KEY = f"{ATTEMPT}/owners.json"
+STAGE = range(RANKS // 2, RANKS)
 WHOLE = torch.arange(2 * RANKS * 3, dtype=torch.float32).reshape(2 * RANKS, 3)
 MIB = 1 << 20
 
 
-def state_of(rank: int, whole: torch.Tensor = WHOLE) -> dict[str, StateDict]:
-    mesh = DeviceMesh("cpu", torch.arange(RANKS), _init_backend=False, _rank=rank)
+def sharded(whole: torch.Tensor, ranks: range, rank: int) -> DTensor:
+    mesh = DeviceMesh("cpu", torch.tensor(ranks), _init_backend=False, _rank=rank)
     meta = TensorMeta(whole.shape, whole.stride(), whole.dtype)
-    local = whole[2 * rank : 2 * rank + 2].clone()
+    rows, first = len(whole) // len(ranks), rank - ranks.start
+    local = whole[rows * first : rows * first + rows].clone()
     spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
-    sharded = DTensor(local, spec, requires_grad=False)
-    return {"model": StateDict(w=sharded), "own": StateDict(rank=rank)}
+    return DTensor(local, spec, requires_grad=False)
 
 
-async def saved_at(folder: Path) -> Path:
+def state_of(rank: int, whole: torch.Tensor = WHOLE) -> dict[str, StateDict]:
+    return {"model": StateDict(w=sharded(whole, range(RANKS), rank)), "own": StateDict(rank=rank)}
+
+
+def with_stage(rank: int, whole: torch.Tensor = WHOLE) -> dict[str, StateDict]:
+    """The second half of the ranks has a tensor of its own."""
+    state = state_of(rank, whole)
+    if rank in STAGE:
+        state["stage"] = StateDict(w=sharded(whole, STAGE, rank))
+    return state
+
+
+async def saved_at(
+    folder: Path, state_of: Callable[[int], dict[str, StateDict]] = state_of
+) -> Path:
     context = StorageContext(run_blocking=run_blocking_in_thread, durable=False)
     storage = open_storage(str(folder), context)
     world = SimulatedSave(
@@ -97,8 +114,8 @@ async def copied(folder: Path) -> None:
         assert not (target / COMMIT_KEY).exists()
 
 
-async def verified(folder: Path) -> None:
-    problems = (await actorsnap.Snapshot(folder).verify("full")).problems
+async def verified(folder: Path, level: str = "full") -> None:
+    problems = (await actorsnap.Snapshot(folder).verify(level)).problems
     if problems:
         raise problems[0]
 
@@ -106,6 +123,7 @@ async def verified(folder: Path) -> None:
 CALLS: dict[str, Callable[[Path], Awaitable[Any]]] = {
     "restore": lambda folder: restored(folder, 7),
     "verify": verified,
+    "quick verify": lambda folder: verified(folder, "quick"),
     "copy": copied,
 }
 
@@ -157,6 +175,21 @@ def bomb(data: bytes) -> bytes:
     return encode_owners(ATTEMPT, RANKS, (size, packed))
 
 
+def twice(owners: Owners) -> Owners:
+    """Half of the ranks count twice, so all seem to have the leaf."""
+    (kept,) = owners.private
+    half = Grid(0, ((RANKS // 2, 1),))
+    return msgspec.structs.replace(owners, private=(Kept((half, half), kept.paths),))
+
+
+def equal_regions(owners: Owners) -> Owners:
+    (placed,) = owners.placed
+    regions = placed.regions * 1000
+    return msgspec.structs.replace(
+        owners, placed=(msgspec.structs.replace(placed, regions=regions),)
+    )
+
+
 ABSURD: dict[str, Callable[[bytes], bytes]] = {
     "a mesh of 2**60 ranks": with_mesh((1 << 60, 1)),
     "a mesh of 2**40 x 2**40 ranks": with_mesh((1 << 40, 1 << 40), (1 << 40, 1)),
@@ -167,6 +200,8 @@ ABSURD: dict[str, Callable[[bytes], bytes]] = {
     "a tensor of -1 rows": with_shape(-1, 3),
     "a tensor of 2**40 x 2**40": with_shape(1 << 40, 1 << 40),
     "a tensor of fewer dims than are cut": with_shape(),
+    "a rank of a private leaf twice": changed(twice),
+    "a thousand equal regions": changed(equal_regions),
     "a bomb": bomb,
 }
 BAD: dict[str, tuple[Callable[[bytes], bytes] | None, type[FormatError]]] = {
@@ -228,11 +263,10 @@ async def test_a_bad_one(tmp_path: Path, what: str) -> None:
 async def test_one_that_contradicts_a_manifest(tmp_path: Path, what: str) -> None:
     saved = await saved_at(tmp_path / "s")
     put(saved, CONTRADICTING[what])
-    with pytest.raises(FormatError, match="contradict") as caught:
-        await restored(saved, 7)
-    assert caught.value.key == KEY
-    with pytest.raises(FormatError, match="according to the owner index"):
-        await verified(saved)
+    for name, call in CALLS.items():
+        with pytest.raises(FormatError, match="according to the owner index.*contradict") as caught:
+            await call(saved)
+        assert caught.value.key == KEY, name
     await reads_right_or_names_it(saved)
     (saved / COMMIT_KEY).unlink()
     await actorsnap.Snapshot(saved).recover()  # without the index
@@ -248,8 +282,53 @@ async def test_one_that_lacks_paths(tmp_path: Path) -> None:
         await restored(saved, 7)
     with pytest.raises((FormatError, UsageError)):
         await actorsnap.Snapshot(saved).read_object("model/w")
-    with pytest.raises(FormatError, match="according to the owner index"):
-        await verified(saved)
+    for name in ("verify", "quick verify", "copy"):
+        with pytest.raises(FormatError, match="according to the owner index") as caught:
+            await CALLS[name](saved)
+        assert caught.value.key == KEY, name
+
+
+def without_stage(owners: Owners) -> Owners:
+    kept = [each for each in owners.placed if each.tensors[0].path != "stage/w"]
+    assert len(kept) < len(owners.placed)
+    return msgspec.structs.replace(owners, placed=tuple(kept))
+
+
+async def test_one_that_lacks_a_tensor(tmp_path: Path) -> None:
+    """Rank 0 does not have it, either, and a rank that restores fewer boxes sees it in tables."""
+    saved = await saved_at(tmp_path / "s", with_stage)
+    assert torch.equal(await actorsnap.Snapshot(saved).read_object("stage/w"), WHOLE)
+    put(saved, changed(without_stage))
+    snapshot = actorsnap.Snapshot(saved)
+    with pytest.raises(FormatError, match="'stage/w' according to the owner index") as caught:
+        await snapshot.read_object("stage/w")
+    assert caught.value.key == KEY
+    for path in ("stage/x", "stag"):
+        with pytest.raises(UsageError):
+            await snapshot.read_object(path)
+    state = {"stage": StateDict(w=sharded(torch.zeros_like(WHOLE), range(STAGE.stop), STAGE[2]))}
+    source = Source(make_location(saved, None), resolve_options(None))
+    rounds = Alone(RestoreDecisions(mode=ReadMode.DIRECT), rank=STAGE[2])
+    with pytest.raises(FormatError, match="'stage/w' according to the owner index") as caught:
+        await run_async(restore_by(rounds, source, state, strict=True))
+    assert caught.value.key == KEY
+
+
+async def test_a_box_of_any_of_many_ranks_is_compared(tmp_path: Path) -> None:
+    """However many manifests are read."""
+    ranks = range(70)
+    saved = Many("fsdp", len(ranks), 3).write(tmp_path)
+    (key,) = saved.glob("*/owners.json")
+    data = key.read_bytes()
+    owners = decode_owners(data, attempt=key.parent.name, world_size=len(ranks))
+    (placed,) = owners.placed
+    more = tuple([Listed(each.path, (RankBox(66, (0, 0), (1, 1)),)) for each in placed.tensors])
+    changed = msgspec.structs.replace(owners, listed=more)
+    key.write_bytes(encode_owners(key.parent.name, len(ranks), deflate_owners(changed)))
+    path = placed.tensors[0].path
+    with pytest.raises(FormatError, match=f"rank 66 has '{path}' from") as caught:
+        await actorsnap.Snapshot(saved).read_object(path)
+    assert caught.value.key == str(key.relative_to(saved))
 
 
 async def reads_right_or_names_it(saved: Path) -> None:

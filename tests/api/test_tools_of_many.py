@@ -10,17 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from typer.testing import CliRunner
 
-from actorsnap import cli
+from actorsnap import StateDict, cli
 from actorsnap.errors import ChecksumMismatch, FormatError, UsageError
 from actorsnap.format.layout import manifest_key
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.format.owners import owners_key
 from actorsnap.options import Options
 from actorsnap.planning.survey import Survey
-from actorsnap.runtime import manifests, partial_index, reading
+from actorsnap.runtime import manifests, partial_index
+from actorsnap.state.restore import reads
+from actorsnap.storage.base import ObjectInfo, Storage
+from actorsnap.storage.fs import FsStorage
+from actorsnap.storage.registry import open_storage, register
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from actorsnap.sync import Snapshot
+from tests.api.test_recover import files_in
 from tests.support.many import ATTEMPT, Many
 
 KINDS = ["fsdp", "hsdp", "fsdp_tp", "ddp"]
@@ -31,7 +38,7 @@ def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if each manifest were large."""
     monkeypatch.setattr(manifests, "BATCH_BYTES", 1)
     monkeypatch.setattr(partial_index, "FEW_RANKS", 1)
-    monkeypatch.setattr(reading, "_MAX_SHARDS", 24)
+    monkeypatch.setattr(reads, "MAX_PLANNED_READS", 24)
     batches = Survey.batches
     monkeypatch.setattr(Survey, "batches", lambda survey: batches(survey, 1))
 
@@ -125,6 +132,78 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[Path], None], what: s
     assert not (tmp_path / "copy" / COMMIT_KEY).exists()
 
 
+@pytest.mark.parametrize("level", ["quick", "full"])
+def test_sizes_come_from_a_list(
+    tmp_path: Path, level: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request for each is for those that the list does not show right, such as links."""
+    snapshot = Snapshot(Many("fsdp", 6, 4).write(tmp_path / "s"))
+    asked: list[str] = []
+    stat = FsStorage.stat
+
+    async def counted(storage: FsStorage, key: str) -> ObjectInfo:
+        asked.append(key)
+        return await stat(storage, key)
+
+    monkeypatch.setattr(FsStorage, "stat", counted)
+    assert snapshot.verify(level).ok
+    assert asked == []
+    data = sorted((tmp_path / "s" / ATTEMPT).glob("data/**/*.safetensors"))
+    linked, cut, lost = data[0], data[1], data[2]
+    linked.rename(tmp_path / "elsewhere")
+    linked.symlink_to(tmp_path / "elsewhere")
+    _cut(cut)
+    lost.unlink()
+    problems = sorted(map(str, snapshot.verify(level).problems))
+    keys = [str(each.relative_to(tmp_path / "s")) for each in (linked, cut, lost)]
+    assert sorted(asked) == keys
+    assert len(problems) == 2
+    assert keys[1] in problems[0]
+    assert "was written with" in problems[0]
+    assert keys[2] in problems[1]
+    assert "is missing" in problems[1]
+
+
+class _Flaky(Wrapper):
+    """Bits of each rank manifest flip on the way, once."""
+
+    def __init__(self, inner: Storage, flipped: list[str]) -> None:
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self._flipped = flipped
+
+    async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
+        data = await super().get(key, start, stop)
+        if "/manifest/" in key and key not in self._flipped:
+            self._flipped.append(key)
+            data = data[:-9] + bytes([data[-9] ^ 1]) + data[-8:]
+        return data
+
+
+@pytest.mark.parametrize("tool", ["verify", "copy", "get_manifest", "diff"])
+def test_a_manifest_that_is_damaged_on_the_way_is_read_again(tmp_path: Path, tool: str) -> None:
+    folder = Many("fsdp", 24, 4).write(tmp_path / "s")
+    flipped: list[str] = []
+
+    def open_flaky(url: str, context: Any) -> Storage:
+        return _Flaky(open_storage(url.partition("://")[2], context), flipped)
+
+    scheme = f"flaky-{tool.replace('_', '-')}"
+    register(scheme, open_flaky)
+    snapshot = Snapshot(f"{scheme}://{folder}")
+    if tool == "verify":
+        assert snapshot.verify("quick").problems == ()
+    elif tool == "copy":
+        snapshot.copy_to(tmp_path / "copy")
+        assert files_in(tmp_path / "copy") == files_in(Path(folder))
+    elif tool == "get_manifest":
+        assert list(snapshot.get_manifest()) == list(Snapshot(folder).get_manifest())
+    else:
+        found = CliRunner().invoke(cli.app, ["diff", f"{scheme}://{folder}", str(folder)])
+        assert (found.exit_code, found.stdout) == (0, f"equal: {24 * 9} leaves\n")
+    assert len(flipped) == 24
+
+
 def test_ranks_that_are_alike_are_shown_once(tmp_path: Path) -> None:
     Many("fsdp", 12, 4).write(tmp_path)
     shown = CliRunner().invoke(cli.app, ["inspect", str(tmp_path)])
@@ -142,14 +221,23 @@ def test_ranks_that_are_alike_are_shown_once(tmp_path: Path) -> None:
     assert same.stdout == f"equal: {12 * 9} leaves\n"
 
 
-@pytest.mark.parametrize("tool", ["verify", "read_object"])
+@pytest.mark.parametrize("tool", ["verify", "read_object", "restore", "get_state_dict_for_key"])
 def test_memory_does_not_grow_with_ranks_times_tensors(
     tmp_path: Path, tool: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifests, "BATCH_BYTES", 1)
+    monkeypatch.setattr(reads, "MAX_PLANNED_READS", 256)
     many = Many("fsdp", 96, 200)
     snapshot = Snapshot(many.write(tmp_path, has_data=False), options=Options(verify=False))
-    call = snapshot.verify if tool == "verify" else lambda: snapshot.read_object(many.paths[7])
+    names = [path.removeprefix("model/") for path in many.paths]
+    state = {"model": StateDict({name: torch.empty(many.shape) for name in names})}
+    calls: dict[str, Callable[[], object]] = {
+        "verify": snapshot.verify,
+        "read_object": lambda: snapshot.read_object(many.paths[7]),
+        "restore": lambda: snapshot.restore(state),
+        "get_state_dict_for_key": lambda: snapshot.get_state_dict_for_key("model"),
+    }
+    call = calls[tool]
     tracemalloc.start()
     try:
         call()

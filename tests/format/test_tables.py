@@ -124,12 +124,12 @@ GOLDEN_OLDER = (
 MANIFEST = msgspec.structs.replace(OLDER, save=SAVE, optimizers={"optim": "torch.SGD"})
 
 GOLDEN_MANIFEST = (
-    b'{"crc32c":"cdc689d9","attempt":"20260131T120000-0123abcd-42-89abcdef","rank":0,"bloc'
+    b'{"crc32c":"3f257915","attempt":"20260131T120000-0123abcd-42-89abcdef","rank":0,"bloc'
     b'k_bytes":1048576,"objects":[{"key":"20260131T120000-0123abcd-42-89abcdef/data/model/'
     b'0-0.safetensors","size":4192,"header_bytes":4096,"header_crc32c":5}],"save":{"world_'
     b'size":4,"features":["tables"],"step":7,"metadata":{"a":[1]}},"optimizers":{"optim":"'
-    b'torch.SGD"},"pages":[[964,2926103524]],"paths":"ybyxrlHa9bnJbZBIUlmeS05Nb37EFGsUu03U'
-    b'QErUwDKsYBVMVg417A=="}\n'
+    b'torch.SGD"},"pages":[[964,2926103524,true]],"paths":"ybyxrlHa9bnJbZBIUlmeS05Nb37EFGs'
+    b'Uu03UQErUwDKsYBVMVg417A=="}\n'
     b'{"kind":"container","path":"model","type":"ordered_dict","attributes":{"$":"dict","v'
     b'":[]}}\n'
     b'{"kind":"tensor","path":"model/w","dtype":"float32","shape":[2,4],"data":[0,4096,412'
@@ -326,13 +326,19 @@ def test_what_is_read_by_pages_is_in_the_manifest(
     table = table_of(encoded[: encoded.index(b"\n") + 1], key)
     assert table.offsets[-1] == len(encoded)
     wanted = data.draw(st.sets(st.sampled_from([e.path for e in entries] or ["none"])))
-    found: list[Entry] = []
-    for first, start, stop in table.runs(table.pages_of(wanted), data.draw(st.integers(1, 9000))):
-        found += table.entries(first, encoded[start:stop], wanted.__contains__)
+    pages: dict[int, memoryview] = {}
+    for run in table.runs(table.pages_of(wanted), data.draw(st.integers(0, 9000))):
+        pages.update(table.split(run.start, encoded[slice(*table.span(run))]))
+    found = table.entries(pages, wanted.__contains__)
     assert found == [entry for entry in entries if entry.path in wanted]
-    everything = table.runs(range(table.num_pages), 4000)
-    found = [e for n, start, stop in everything for e in table.entries(n, encoded[start:stop])]
-    assert tuple(found) == entries
+    containers = [entry for entry in entries if isinstance(entry, ContainerEntry)]
+    pages = {}
+    for run in table.runs(table.container_pages, 0):
+        pages.update(table.split(run.start, encoded[slice(*table.span(run))]))
+    assert table.entries(pages, lambda path: False, wants_containers=True) == containers
+    assert all(page in table.container_pages for page in pages)
+    pages = dict(table.split(0, encoded[table.offsets[0] :]))
+    assert tuple(table.entries(pages)) == entries
 
 
 def _renamed(entries: tuple[Entry, ...], n: int) -> list[Entry]:
@@ -350,15 +356,29 @@ def test_a_path_costs_one_page() -> None:
     assert table.num_pages == 7
     assert table.pages_of(["model/17"]) == [1]
     assert table.pages_of(["model/99", "model/0", "nothing", "\ud800"]) == [0, 6]
-    assert list(table.runs([0, 1, 2, 4], 1 << 20)) == [
-        (0, table.offsets[0], table.offsets[3]),
-        (4, table.offsets[4], table.offsets[5]),
-    ]
-    assert [page for page, _, _ in table.runs([0, 1, 2, 4], 1)] == [0, 1, 2, 4]
-    limit = table.offsets[3] - table.offsets[0]
-    assert [page for page, _, _ in table.runs([0, 1, 2, 3], limit)] == [0, 3]
-    assert [page for page, _, _ in table.runs([0, 1, 2, 3], limit - 1)] == [0, 2]
+    assert list(table.runs([0, 1, 2, 4], 0)) == [range(3), range(4, 5)]
+    gap = table.offsets[4] - table.offsets[3]
+    assert list(table.runs([0, 1, 2, 4], gap - 1)) == [range(3), range(4, 5)]
+    assert list(table.runs([0, 1, 2, 4], gap)) == [range(5)]
     assert list(table.runs([], 1)) == []
+    assert table.span(range(3, 5)) == (table.offsets[3], table.offsets[5])
+
+
+def test_the_table_names_pages_with_containers() -> None:
+    """No path leads to empty ones. An earlier table does not say: all pages may have some."""
+    few = ContainerEntry(path="model/list", type="list")
+    manifest = msgspec.structs.replace(MANY, entries=(*MANY.entries[:40], few, *MANY.entries[40:]))
+    data = encode_rank_manifest(manifest)
+    assert table_of(data).container_pages == [2]
+    earlier = table_of(encoded(document_of(data)))
+    assert earlier.container_pages == list(range(earlier.num_pages))
+    head, _, pages = data.partition(b"\n")
+    denied = json.loads(head)
+    denied.pop("crc32c")
+    denied["pages"][2][2] = False
+    damaged = seal(json.dumps(denied, separators=(",", ":")).encode()) + b"\n" + pages
+    with pytest.raises(FormatError, match="page 2 has containers"):
+        decode_rank_manifest(damaged, KEY)
 
 
 def test_what_is_not_wanted_is_not_decoded() -> None:
@@ -366,11 +386,11 @@ def test_what_is_not_wanted_is_not_decoded() -> None:
     document["entries"][17]["kind"] = "surprise"
     data = encoded(document)
     table = table_of(data)
-    page = data[table.offsets[1] : table.offsets[2]]
-    found = list(table.entries(1, page, lambda path: path.endswith("8")))
+    pages = dict(table.split(1, data[slice(*table.span(range(1, 2)))]))
+    found = table.entries(pages, lambda path: path.endswith("8"))
     assert [entry.path for entry in found] == ["model/18", "model/28"]
     with pytest.raises(FormatError, match="surprise"):
-        list(table.entries(1, page, lambda path: path.endswith("7")))
+        table.entries(pages, lambda path: path.endswith("7"))
 
 
 def test_an_entry_that_is_read_alone_is_checked() -> None:
@@ -379,7 +399,7 @@ def test_an_entry_that_is_read_alone_is_checked() -> None:
     data = encoded(document)
     table = table_of(data)
     with pytest.raises(FormatError, match="'model/w' of 33 bytes is not float32"):
-        list(table.entries(0, data[table.offsets[0] :], lambda path: path == "model/w"))
+        table.entries(dict(table.split(0, data[table.offsets[0] :])), "model/w".__eq__)
 
 
 def test_a_prefix_without_the_whole_table() -> None:
@@ -430,15 +450,14 @@ def test_no_entry_comes_from_a_damaged_page() -> None:
     for at in range(start, stop, 37):
         damaged = bytearray(data[start:stop])
         damaged[at - start] ^= 1
-        found = table.entries(2, damaged, lambda path: path == "model/33")
-        read: list[Entry] = []
+        read: list[int] = []
         with pytest.raises(ChecksumMismatch) as caught:
-            read.extend(found)
-        assert read == ([MANY.entries[33]] if at >= table.offsets[3] else [])
+            read.extend(number for number, _ in table.split(2, damaged))
+        assert read == [n for n in (2, 3, 4) if table.offsets[n + 1] <= at]
         assert caught.value.key == KEY
     for part in (data[start : stop - 1], data[start : stop + 1], data[start + 1 : stop]):
         with pytest.raises(ChecksumMismatch):
-            list(table.entries(2, part))
+            list(table.split(2, part))
 
 
 def test_any_truncation_is_found() -> None:
@@ -638,6 +657,19 @@ def test_other_entries_of_one_path_are_format_errors(change: dict[str, Any]) -> 
             decode_each(shards_of_one_path(*order))
 
 
+@pytest.mark.parametrize("start", [4064, 4176, 4096 + (1 << 40)])
+@pytest.mark.parametrize("between", [None, "int64"])
+def test_a_tensor_like_another_one_is_checked_too(start: int, between: str | None) -> None:
+    alike = {"offsets": None, "global_shape": None}
+    changes: list[dict[str, Any]] = [alike | {"path": "model/p"}]
+    if between is not None:
+        changes.append(alike | {"path": "model/q", "dtype": between, "shape": [4]})
+    good = alike | {"path": "model/r"}
+    decode_each(shards_of_one_path(*changes, good))
+    with pytest.raises(FormatError, match="model/r"):
+        decode_each(shards_of_one_path(*changes, good | {"data": [0, start, start + 32, [11]]}))
+
+
 def test_no_view_is_one_of_several_shards() -> None:
     document = shards_of_one_path({}, {"offsets": [2, 0]})
     view = {"kind": "view", "path": "model/z", "of": "model/box", "dtype": "float32"}
@@ -698,7 +730,7 @@ def test_entries_that_are_not_those_of_the_table() -> None:
         table = table_of(data) if len(change) == 100 else None
         if table is not None:
             with pytest.raises(FormatError, match="not those of the table"):
-                list(table.entries(0, data[table.offsets[0] :], lambda path: False))
+                table.entries(dict(table.split(0, data[table.offsets[0] :])), lambda path: False)
 
 
 def test_the_feature_and_the_form_agree() -> None:

@@ -11,7 +11,10 @@ import torch
 from safetensors.torch import load_file
 
 from actorsnap import ObjectExists, Options, Snapshot
+from actorsnap.actors import formats
+from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import StorageError
+from actorsnap.interop.formats.describing import Description
 from actorsnap.storage.fs import FsStorage
 from tests.formats.checkpoints import is_same, make_model, training_state, write_safetensors
 
@@ -70,6 +73,53 @@ async def test_pickled_values(tmp_path: Path) -> None:
     options = Options(allow_pickle=True)
     await Snapshot(tmp_path / "x.pt", options=options).copy_to(tmp_path / "copy")
     assert await Snapshot(tmp_path / "copy", options=options).read_object("args") == value
+
+
+async def read_ranks(place: Place) -> Foreign | None:
+    """Two ranks: halves of a tensor, what both have, and a leaf of each; all in one file."""
+    if not place.file.endswith(".ranks"):
+        return None
+    await place.find(place.file)
+    manifests = []
+    for rank in range(2):
+        told = Description(place, rank)
+        half = told.stored(place.file, 4 * rank, 4 * rank + 4)
+        told.tensor("m/half", "uint8", (4,), half, offsets=(4 * rank,), global_shape=(8,))
+        told.tensor("m/both", "uint8", (4,), told.stored(place.file, 8, 12), replicated=True)
+        fields = {"shape": (2,), "strides": (2,), "replicated": True}
+        told.view("m/every_other", "m/both", "uint8", **fields)
+        own = told.stored(place.file, 12 + 4 * rank, 16 + 4 * rank)
+        told.tensor("m/own", "uint8", (4,), own)
+        told.value("m/rank", rank)
+        manifests.append(told.manifest())
+    return Foreign(format="ranks", manifests=tuple(manifests), step=9, metadata={"a": 1})
+
+
+async def test_several_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(formats._BUILT_IN, "ranks", f"{__name__}:read_ranks")
+    formats._readers.cache_clear()
+    path = tmp_path / "x.ranks"
+    path.write_bytes(bytes(range(20)))
+    source = Snapshot(path)
+    await source.copy_to(tmp_path / "copy")
+    copied = Snapshot(tmp_path / "copy")
+    for snapshot in (source, copied):
+        for rank in range(2):
+            found = await snapshot.read_object(f"{rank}/m")
+            assert {name: bytes(value) for name, value in found.items() if name != "rank"} == {
+                "half": bytes(range(8)),
+                "both": bytes(range(8, 12)),
+                "every_other": bytes([8, 10]),
+                "own": bytes(range(12 + 4 * rank, 16 + 4 * rank)),
+            }
+            assert found["rank"] == rank
+        assert (await snapshot.step, await snapshot.metadata) == (9, {"a": 1})
+        assert (await snapshot.verify("full")).ok
+    # What both ranks have is stored once.
+    entries = await copied.get_manifest()
+    assert "0/m/both" in entries
+    assert "1/m/both" not in entries
+    formats._readers.cache_clear()
 
 
 async def test_another_snapshot_there(tmp_path: Path) -> None:

@@ -185,7 +185,7 @@ def test_a_planner_that_does_not_flatten(tmp_path: Path) -> None:
     state = {"a.b": torch.ones(3), "values": {"x": [1, {"y": 2}]}}
     dcp.save(state, checkpoint_id=tmp_path, planner=planner, no_dist=True)
     assert Snapshot(tmp_path).read_object("model/values") == {"x": [1, {"y": 2}]}
-    into = {"a.b": torch.zeros(3), "values": None}
+    into: dict[str, Any] = {"a.b": torch.zeros(3), "values": None}
     load_planner = dcp.DefaultLoadPlanner(flatten_state_dict=False)
     dcp.load(into, storage_reader=ActorsnapReader(tmp_path), planner=load_planner, no_dist=True)
     assert torch.equal(into["a.b"], torch.ones(3))  # torch's reader loads no more, either
@@ -213,7 +213,7 @@ def test_a_hostile_metadata_is_not_executed(
     tmp_path: Path, hostile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save({"model": {"w": torch.ones(3)}}, tmp_path)
-    changed(tmp_path, lambda found: setattr(found, "planner_data", hostile))
+    changed(tmp_path, lambda found: vars(found).update(planner_data=hostile))
     monkeypatch.chdir(tmp_path)
     name = "(posix.system|append|getattr)"
     with pytest.raises(UsageError, match=rf"\.metadata names .*{name}.*[Nn]othing .* executed"):
@@ -301,6 +301,14 @@ def _outside(found: Any) -> None:
     found.state_dict_metadata["model.a"].chunks[0].sizes = torch.Size([5, 3])
 
 
+def _each_item(**fields: Any) -> Any:
+    def change(found: Any) -> None:
+        for item in found.storage_data.values():
+            vars(item).update(fields)
+
+    return change
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -309,18 +317,10 @@ def _outside(found: Any) -> None:
         (_other_shape, r"shape \(4, 3\).*\(3, 4\)"),
         (_outside, r"shape \(4, 3\).*\(5, 3\)"),
         (lambda found: {"a": 1}, "no metadata"),
-        (lambda found: setattr(found, "state_dict_metadata", None), "no metadata"),
-        (lambda found: setattr(found, "storage_data", {"a": 1}), "no metadata"),
-        (
-            lambda found: (
-                [setattr(i, "relative_path", "../x") for i in found.storage_data.values()] and None
-            ),
-            "no file in its folder",
-        ),
-        (
-            lambda found: [setattr(i, "offset", -1) for i in found.storage_data.values()] and None,
-            "no metadata",
-        ),
+        (lambda found: vars(found).update(state_dict_metadata=None), "no metadata"),
+        (lambda found: vars(found).update(storage_data={"a": 1}), "no metadata"),
+        (_each_item(relative_path="../x"), "no file in its folder"),
+        (_each_item(offset=-1), "no metadata"),
     ],
 )
 def test_contradictions(tmp_path: Path, change: Any, match: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import metadata
@@ -12,15 +13,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint import state_dict_loader
 
 from actorsnap import NotASnapshot, Options, Snapshot, SnapshotReplaced, UsageError, sync
 from actorsnap.actors import formats
 from actorsnap.actors.fetcher import FetcherPool
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import FormatError
+from actorsnap.interop.dcp import ActorsnapReader
+from actorsnap.interop.dcp.reader import load_catalog
 from actorsnap.interop.formats.describing import Description, path_of
 from actorsnap.runtime.reading import each_pair
-from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.script import drive_sync, run_sync
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import find_opener
 from actorsnap.testing import run_blocking_in_thread
@@ -246,3 +250,18 @@ def test_diff_needs_checksums(tmp_path: Path) -> None:
     source = sync.Snapshot(tmp_path)._source
     with pytest.raises(UsageError, match="no checksums to compare"):
         run_sync(each_pair(source, source, lambda *manifests: None), name="diff")
+
+
+def test_a_file_beside_a_snapshot(tmp_path: Path) -> None:
+    """Calls that read the commit twice in one operation."""
+    sync.Snapshot.take(tmp_path, {"model": torch.nn.Linear(1, 1)})
+    torch.save({"w": torch.arange(3)}, tmp_path / "x.pt")
+    snapshot = sync.Snapshot(tmp_path / "x.pt")
+    catalog = drive_sync(load_catalog(snapshot._source, 0))
+    assert "model.w" in catalog.paths
+    target = {"model": {"w": torch.zeros(3, dtype=torch.int64)}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        reader = ActorsnapReader(tmp_path / "x.pt")
+        state_dict_loader.load(target, storage_reader=reader, no_dist=True)
+    assert target["model"]["w"].tolist() == [0, 1, 2]

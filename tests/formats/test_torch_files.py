@@ -234,6 +234,14 @@ async def test_every_truncation_is_an_error(tmp_path: Path, is_zip: bool) -> Non
             await Snapshot(path).get_manifest()
 
 
+async def test_more_than_the_older_format_has(tmp_path: Path) -> None:
+    path = tmp_path / "x.pt"
+    save({"w": torch.arange(5.0)}, path, is_zip=False)
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(FormatError, match="too long"):
+        await Snapshot(path).get_manifest()
+
+
 async def test_a_tensor_beyond_its_storage(tmp_path: Path) -> None:
     path = tmp_path / "x.pt"
     save({"w": torch.arange(5.0)}, path)

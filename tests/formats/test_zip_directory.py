@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import zipfile
 
 import pytest
@@ -35,14 +36,15 @@ def content(data: bytes, **tail_bytes: int) -> dict[str, bytes]:
             found[name] = yield placed.start, placed.start + placed.size
         return found
 
-    reading, answer = read(), None
+    reading = read()
     try:
+        start, stop = next(reading)
         while True:
-            start, stop = reading.send(answer)  # type: ignore[arg-type]
             assert 0 <= start <= stop <= len(data)
-            answer = data[start:stop]
+            start, stop = reading.send(data[start:stop])
     except StopIteration as ended:
-        return ended.value
+        found: dict[str, bytes] = ended.value
+        return found
 
 
 @given(RECORDS, st.binary(max_size=40), st.booleans(), st.integers(0, 400))
@@ -68,3 +70,47 @@ def test_damage(records: dict[str, bytes], data: st.DataObject) -> None:
         pass
     with pytest.raises(FormatError):
         content(intact[: data.draw(st.integers(0, len(intact) - 22))])
+
+
+def with_wide_member(data: bytes) -> bytes:
+    """Moves sizes and offset of the only record into a zip64 field, as those of large files are."""
+    at, end = data.rfind(b"PK\x01\x02"), data.rfind(b"PK\x05\x06")
+    member, tail = bytearray(data[at:end]), bytearray(data[end:])
+    stored, size = struct.unpack_from("<2L", member, 20)
+    (header,) = struct.unpack_from("<L", member, 42)
+    struct.pack_into("<2L", member, 20, 0xFFFFFFFF, 0xFFFFFFFF)
+    struct.pack_into("<L", member, 42, 0xFFFFFFFF)
+    extra = struct.pack("<2H2B", 9, 2, 0, 0) + struct.pack("<2H3Q", 1, 24, size, stored, header)
+    struct.pack_into("<H", member, 30, len(extra))
+    member += extra
+    struct.pack_into("<L", tail, 12, len(member))
+    return data[:at] + bytes(member) + bytes(tail)
+
+
+def test_sizes_of_64_bits() -> None:
+    assert content(with_wide_member(archive({"a/b": b"12345"}))) == {"a/b": b"12345"}
+
+
+@pytest.mark.parametrize(
+    ("header", "match"), [(1, "where the directory says"), (1 << 30, "outside")]
+)
+def test_a_record_elsewhere(header: int, match: str) -> None:
+    data = bytearray(archive({"a": b"12345", "b": b"6789"}))
+    struct.pack_into("<L", data, data.find(b"PK\x01\x02") + 42, header)
+    with pytest.raises(FormatError, match=match):
+        content(bytes(data))
+
+
+def test_a_record_that_ends_behind_the_file() -> None:
+    data = bytearray(archive({"a": b"12345"}))
+    struct.pack_into("<2L", data, data.rfind(b"PK\x01\x02") + 20, 5000, 5000)
+    with pytest.raises(FormatError, match="where the directory says"):
+        content(bytes(data))
+
+
+def test_packed_records_are_named() -> None:
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as file:
+        file.writestr("a", b"1" * 100)
+    with pytest.raises(FormatError, match="'a' is compressed"):
+        content(out.getvalue())

@@ -6,6 +6,8 @@ import contextlib
 import datetime
 import functools
 import importlib
+import os
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -23,11 +25,15 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from actorsnap import ModelState, Options
 from actorsnap.interop import dcp as ours
 from actorsnap.interop.dcp import ActorsnapReader, ActorsnapWriter, installed
+from actorsnap.runtime import partial_index
+from actorsnap.storage.base import Storage
 from actorsnap.sync import Snapshot
+from actorsnap.testing.faults import FaultyStorage
+from tests.api.faults import faulty, faulty_url
 from tests.ranks.models import STATES, step
 from tests.worlds import LIMIT_S, Rank, World
 
-__all__ = ["direct"]
+__all__ = ["direct", "direct_dies"]
 
 dcp: Any = dist.checkpoint  # its stubs export little
 
@@ -126,6 +132,9 @@ def restore(me: Rank, path: str, folder: str, kind: str) -> Any:
     assert report.is_complete
     assert same(plain(_state_dict(model, optimizer)), torch.load(Path(folder) / "before.pt"))
     step(model, optimizer, 6)
+    inner = model.module if kind == "ddp" else model  # torch's names have no prefix
+    Snapshot(path).restore({"model": inner, "optim": optimizer})
+    assert same(plain(_state_dict(model, optimizer)), torch.load(Path(folder) / "before.pt"))
     return True
 
 
@@ -263,6 +272,66 @@ def native(me: Rank, path: str, folder: str, kind: str) -> Any:
     return counted.calls
 
 
+_WIDE = {f"layer{n}": torch.arange(40.0 * 6).reshape(40, 6) + 1000 * n for n in range(7)}
+_WIDE["narrow"] = torch.arange(15.0).reshape(3, 5)  # some ranks have none of it
+
+
+def _wide(layouts: list[tuple[Any, Any]], scale: float = 1.0) -> dict[str, Any]:
+    model = {
+        name: distribute_tensor(value * scale, *layouts[number % len(layouts)])
+        for number, (name, value) in enumerate(_WIDE.items())
+    }
+    plain = {"x": torch.arange(9.0) * scale, "lr": 0.1 * scale, "hyper": {"betas": (0.9, scale)}}
+    return {"model": model, "plain": plain, "step": 7 * scale, "top": torch.ones(4) * scale}
+
+
+def many_save(me: Rank, path: str, folder: str) -> Any:
+    """A number of ranks at which a snapshot is read by its owner index."""
+    flat = init_device_mesh("cpu", (me.world,))
+    square = init_device_mesh("cpu", (2, me.world // 2))
+    layouts: list[tuple[Any, Any]] = [
+        (flat, [Shard(0)]),
+        (square, [Replicate(), Shard(0)]),
+        (square, [Shard(1), Shard(0)]),
+        (flat, [Replicate()]),
+    ]
+    state = _wide(layouts)
+    # Some leaves are in the state of one rank only.
+    state[f"of{me.rank}"] = {"rank": me.rank, "x": torch.full((3,), float(me.rank))}
+    ours.save(state, checkpoint_id=f"{path}-ours")
+    dcp.save(state, storage_writer=ActorsnapWriter(f"{path}-torch"))
+    dcp.save(state, storage_writer=ActorsnapWriter(f"{path}-alone"), use_collectives=False)
+    return True
+
+
+def many_load(me: Rank, path: str, folder: str, saved_by: int, few: int | None = None) -> Any:
+    if few is not None:
+        partial_index.FEW_RANKS = few
+    flat = init_device_mesh("cpu", (me.world,))
+    layouts: list[tuple[Any, Any]] = [(flat, [Shard(1)]), (flat, [Shard(0)])]
+    begun = []
+    begin = partial_index.PartialIndex.begin
+
+    def counted(*args: Any) -> Any:
+        begun.append(args)
+        return begin(*args)
+
+    setattr(partial_index.PartialIndex, "begin", counted)  # noqa: B010
+    expected = plain(_wide(layouts))
+    for where in ("ours", "torch", "alone"):
+        for load in (ours.load, dcp.load):
+            state = _wide(layouts, 0.0)
+            others = range(saved_by) if where != "alone" else [me.rank]
+            state |= {f"of{n}": {"rank": -1, "x": torch.zeros(3)} for n in others}
+            load(state, storage_reader=ActorsnapReader(f"{path}-{where}"))
+            for n in others:
+                of = state.pop(f"of{n}")
+                assert of["rank"] == n
+                assert of["x"].tolist() == [n] * 3
+            assert same(plain(state), expected), (where, load)
+    return len(begun)
+
+
 class Counted:
     """Counts collectives of objects, which DCP's planning consists of."""
 
@@ -370,6 +439,56 @@ class Failing(ActorsnapWriter):
         super().finish(*args, **kwargs)
 
 
+class FailingPlanner(DefaultSavePlanner):
+    """Fails in one method on one rank, or kills it there."""
+
+    def __init__(self, hook: str, me: Rank, rank: int) -> None:
+        super().__init__()
+        self._hook = hook if rank == me.rank else ""
+
+    def _fail(self, hook: str) -> None:
+        if hook == self._hook:
+            raise ValueError(f"injected into {hook}")
+
+    def set_up_planner(self, *args: Any, **kwargs: Any) -> None:
+        self._fail("set_up_planner")
+        super().set_up_planner(*args, **kwargs)
+
+    def create_local_plan(self) -> Any:
+        self._fail("create_local_plan")
+        return super().create_local_plan()
+
+    def create_global_plan(self, all_plans: Any) -> Any:
+        self._fail("create_global_plan")
+        return super().create_global_plan(all_plans)
+
+    def finish_plan(self, new_plan: Any) -> Any:
+        self._fail("finish_plan")
+        return super().finish_plan(new_plan)
+
+    def resolve_data(self, item: Any) -> Any:
+        if self._hook == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().resolve_data(item)
+
+
+class FailingState:
+    """A stateful that fails or is killed when it is saved."""
+
+    def __init__(self, hook: str, me: Rank, rank: int) -> None:
+        self._hook = hook if rank == me.rank else ""
+
+    def state_dict(self) -> dict[str, Any]:
+        if self._hook == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self._hook:
+            raise ValueError("injected into state_dict")
+        return {"v": 1}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
 class FailingReader(ActorsnapReader):
     def __init__(self, path: str, hook: str, me: Rank, rank: int) -> None:
         super().__init__(path, options=OPTIONS)
@@ -417,6 +536,94 @@ def fault(me: Rank, path: str, folder: str, hook: str, rank: int) -> Any:
     return said
 
 
+def cached_fault(me: Rank, path: str, folder: str) -> Any:
+    """A rank fails before ``write_data``, between saves with cached plans."""
+    said = []
+    for number in range(5):
+        planner = FailingPlanner("finish_plan" if number == 2 else "", me, 1)
+        planner._enable_plan_caching = True
+        writer = ActorsnapWriter(path, options=OPTIONS)
+        with contextlib.suppress(CheckpointException):
+            dcp.save(_fault_state(me, number), storage_writer=writer, planner=planner)
+        loaded = _fault_state(me, -1)
+        dcp.load(loaded, storage_reader=ActorsnapReader(path))
+        said.append(loaded["a"]["n"])
+        dist.barrier()
+    return said
+
+
+PLANNER = ("set_up_planner", "create_local_plan", "create_global_plan", "finish_plan")
+
+
+def fails(me: Rank, path: str, folder: str, way: str, hook: str, rank: int) -> Any:
+    """A planner, the state or the storage fails on a rank. The older snapshot stays whole."""
+    ours.save(_fault_state(me, 1), checkpoint_id=path)
+    dist.barrier()
+    state = _fault_state(me, 2)
+    where, planner = path, None
+    if hook in PLANNER:
+        planner = FailingPlanner(hook, me, rank)
+    elif hook == "state_dict":
+        state["failing"] = FailingState(hook, me, rank)
+    else:
+        where = faulty_url(path)
+
+    def wrap(inner: Storage) -> Storage:
+        return FaultyStorage(inner, fail_at=1 if rank == me.rank else None, fail_verbs=[hook])
+
+    writer = ActorsnapWriter(where, options=OPTIONS)
+    said: dict[str, Any] = {}
+    with faulty(wrap):
+        try:
+            if way == "async":
+                ours.async_save(state, storage_writer=writer, planner=planner).result()
+            else:
+                save = dcp.save if way == "torch" else ours.save
+                save(state, storage_writer=writer, planner=planner)
+        except CheckpointException as error:
+            found = error.failures
+            said["failed"] = sorted(found)
+            said["errors"] = {str(r): str(e[0]) for r, e in found.items()}
+    dist.barrier()
+    loaded = _fault_state(me, -1)
+    ours.load(loaded, checkpoint_id=path)
+    numbers = {loaded["a"]["n"], *loaded["a"]["w"].tolist(), *loaded["x"].full_tensor().tolist()}
+    said["numbers"] = sorted(numbers)
+    dist.barrier()
+    ours.save(_fault_state(me, 3), checkpoint_id=path)
+    dist.barrier()
+    said["folders"] = len([each for each in Path(path).iterdir() if each.is_dir()])
+    return said
+
+
+def dies(me: Rank, path: str, folder: str, way: str) -> Any:
+    """Rank 1 is killed while it saves; the other rank's call ends."""
+    join(me, folder, "tcp")
+    ours.save(_fault_state(me, 1), checkpoint_id=path)
+    state = _fault_state(me, 2)
+    planner = None
+    if way == "torch":
+        planner = FailingPlanner("killed", me, 1)
+    else:
+        state["failing"] = FailingState("killed", me, 1)
+    try:
+        ours.save(state, storage_writer=ActorsnapWriter(path, options=OPTIONS), planner=planner)
+    except CheckpointException as error:
+        return {str(r): type(e[0]).__name__ for r, e in error.failures.items()}
+    except RuntimeError as error:
+        return {"gloo": type(error).__name__}
+    return None
+
+
+def direct_dies(**arguments: Any) -> Any:
+    world = World(2, dies, **arguments)
+    try:
+        assert world.ranks[1].dies()
+        return world.ranks[0].result()
+    finally:
+        world.end()
+
+
 def read_fault(me: Rank, path: str, folder: str, hook: str, rank: int) -> Any:
     if hook != "no_snapshot":
         dcp.save(_fault_state(me, 1), storage_writer=ActorsnapWriter(path))
@@ -434,12 +641,23 @@ CASES: dict[str, Callable[..., Any]] = {
     each.__name__: each
     for each in (
         *(train, load, groups, alone, cached, reshard, fault, read_fault),
-        *(native, asynchronous, mixed, torchs, restore),
+        *(native, asynchronous, mixed, fails, many_save, many_load, cached_fault),
+        torchs,
+        restore,
     )
 }
 
 
-def case(me: Rank, name: str, path: str, folder: str, store: str, **arguments: Any) -> Any:
+def case(
+    me: Rank,
+    name: str,
+    path: str,
+    folder: str,
+    store: str,
+    env: dict[str, str] | None = None,
+    **arguments: Any,
+) -> Any:
+    os.environ |= env or {}
     join(me, folder, store)
     said = CASES[name](me, path, folder, **arguments)
     dist.barrier()

@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint._extension import StreamTransformExtension, ZStandard
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 
@@ -408,11 +409,147 @@ def test_planner_data_of_a_foreign_planner(tmp_path: Path) -> None:
         dcp.save({"a": 1}, storage_writer=ActorsnapWriter(tmp_path / "s"), planner=Foreign())
 
 
-def test_extensions_have_no_effect(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    writer = ActorsnapWriter(tmp_path / "s", _extensions=[object()])
-    assert "_extensions have no effect" in caplog.text
-    dcp.save({"a": 1}, storage_writer=writer)
-    assert Snapshot(tmp_path / "s").read_object("dcp/a") == 1
+class _Rot13(StreamTransformExtension):
+    """What may be a cipher."""
+
+    @staticmethod
+    def registry_name() -> str:
+        return "stream.rot13"
+
+    @staticmethod
+    def from_descriptor(version: str) -> Any:
+        raise NotImplementedError
+
+    get_descriptor = transform_to = transform_from = from_descriptor  # type: ignore[assignment]
+
+
+def test_extensions_are_refused_but_zstandard(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ZStandard, "is_available", lambda: True)  # its library is another one
+    with pytest.raises(UsageError, match=r"_extensions \(ZStandard, _Rot13\)"):
+        ActorsnapWriter(tmp_path / "s", _extensions=[ZStandard(), _Rot13()])
+    with installed(), pytest.raises(UsageError, match="_Rot13"):
+        dcp.FileSystemWriter(tmp_path / "s", _extensions=[_Rot13()])
+    state = {"a": {"x": torch.zeros(1 << 18)}}
+    writer = ActorsnapWriter(tmp_path / "s", _extensions=[ZStandard()])
+    dcp.save(state, storage_writer=writer)
+    assert sum(file.stat().st_size for file in tmp_path.rglob("*") if file.is_file()) < 1 << 16
+    back = {"a": {"x": torch.ones(1 << 18)}}
+    ours.load(back, checkpoint_id=tmp_path / "s")
+    assert _same(back, state)
+
+
+def test_the_package_has_the_names_of_torchs(tmp_path: Path) -> None:
+    calls: Any = ours
+    assert calls.FileSystemWriter is ActorsnapWriter
+    assert calls.FileSystemReader is ActorsnapReader
+    assert calls.DefaultSavePlanner is DefaultSavePlanner
+    assert calls.state_dict_saver is dcp.state_dict_saver
+    with pytest.raises(AttributeError, match="no_such_name"):
+        _ = calls.no_such_name
+    with pytest.warns(UserWarning, match="argument order of save"):
+        calls.save({"a": 1}, calls.FileSystemWriter(tmp_path / "s"))
+    back = {"a": 0}
+    with pytest.warns(UserWarning, match="argument order of load"):
+        calls.load(back, calls.FileSystemReader(tmp_path / "s"))
+    assert back == {"a": 1}
+
+
+def test_an_empty_state_dict(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for save in (dcp.save, ours.save):
+        states: list[dict[str, Any]] = [{}, {"c": {}}]
+        for state in states:
+            save(state, storage_writer=ActorsnapWriter(tmp_path / "s"))
+            for load in (dcp.load, ours.load):
+                load(state, storage_reader=ActorsnapReader(tmp_path / "s"))
+            assert Snapshot(tmp_path / "s").verify("full").ok
+    assert "matches no leaf" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("state", "name"),
+    [
+        ({"a": {0: torch.ones(1), "0": torch.ones(2)}}, "'a.0'"),
+        ({"a": {0: {"x": 1}, "0": {"y": 2}}}, "'a.0'"),
+        ({"a": [{"b": {0: torch.ones(1), "0": 1}}]}, "'a.0.b.0'"),
+        ({"a": {"b.c": 1}, "a.b": {"c": 2}}, "'a.b.c'"),
+        ({"a": {"b": 1}, "a.b": 2}, "'a.b'"),
+        ({0: 1, "0": 2}, "'0'"),
+        ({0: {"x": 1}, "0": {"x": 2}}, "'0'"),
+    ],
+)
+def test_two_leaves_of_one_name_are_refused(
+    tmp_path: Path, state: dict[str, Any], name: str
+) -> None:
+    with pytest.raises((CheckpointException, UsageError), match=name):
+        ours.save(state, checkpoint_id=tmp_path / "s")
+    assert not [*tmp_path.glob("s/*.json")]
+
+
+def test_a_planner_with_other_options_is_torchs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later torch's, that a load of ours would ignore."""
+
+    def __init__(self: Any, *, allow_unsafe_types: bool = True, **kwargs: Any) -> None:
+        init(self, **kwargs)
+        self.allow_unsafe_types = allow_unsafe_types
+
+    def create_local_plan(self: Any) -> Any:
+        if not self.allow_unsafe_types:
+            raise ValueError("dtype mismatch")
+        return create(self)
+
+    init, create = DefaultLoadPlanner.__init__, DefaultLoadPlanner.create_local_plan
+    state = {"a": {"x": torch.ones(2)}}
+    ours.save(state, checkpoint_id=tmp_path / "s")
+    monkeypatch.setattr(DefaultLoadPlanner, "__init__", __init__)
+    monkeypatch.setattr(DefaultLoadPlanner, "create_local_plan", create_local_plan)
+    ours.load(state, checkpoint_id=tmp_path / "s")
+    strict: Any = DefaultLoadPlanner
+    with pytest.raises(CheckpointException, match="dtype mismatch"):
+        ours.load(state, checkpoint_id=tmp_path / "s", planner=strict(allow_unsafe_types=False))
+
+
+def test_without_a_process_group_a_call_is_of_one_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in DCP: also under torchrun, whose ranks ``Snapshot.take`` would wait for."""
+    address = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in address.items():
+        monkeypatch.setenv(name, value)
+    options = Options(timeout_s=2)
+    ways: list[dict[str, Any]] = [{}, {"use_collectives": False}]
+    for save in (dcp.save, ours.save):
+        for more in ways:
+            path = tmp_path / f"{save.__module__}-{len(more)}"
+            save({"a": 5}, storage_writer=ActorsnapWriter(path, options=options), **more)
+            for load in (dcp.load, ours.load):
+                back = {"a": 0}
+                load(back, storage_reader=ActorsnapReader(path, options=options, rank=0))
+                assert back == {"a": 5}
+    future = ours.async_save({"a": 6}, storage_writer=ActorsnapWriter(path, options=options))
+    future.result()
+    assert Snapshot(path).read_object("dcp/a") == 6
+
+
+@pytest.mark.parametrize("how", ["torch", "ours", "async"])
+def test_ids_of_saves_and_loads(tmp_path: Path, how: str) -> None:
+    """As ``FileSystemWriter`` and ``FileSystemReader`` have them."""
+    writer, reader = ActorsnapWriter(tmp_path / "s"), ActorsnapReader(tmp_path / "s")
+    if how == "async":
+        metadata = ours.async_save({"a": 1}, storage_writer=writer).result()
+    else:
+        metadata = (dcp if how == "torch" else ours).save({"a": 1}, storage_writer=writer)
+    found = reader.read_metadata().storage_meta
+    assert found is not None
+    assert found.load_id == reader.load_id
+    for each in (metadata, pickle.loads(pickle.dumps(metadata))):
+        assert each.storage_meta.save_id == found.save_id
+        assert str(each.storage_meta.checkpoint_id) == str(tmp_path / "s")
+    if how != "async":
+        assert writer.save_id == found.save_id
 
 
 def test_a_marker_without_a_snapshot(tmp_path: Path) -> None:

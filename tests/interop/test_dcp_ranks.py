@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,19 @@ def test_calls_without_collectives(ranks: Ranks, num_ranks: int, kind: str, stor
     ranks(3, "load", kind="ddp" if kind == "ddp" else "fsdp2")
 
 
+@pytest.mark.parametrize(("num_ranks", "few"), [(4, 1), slow(18, None)])
+def test_many_ranks_are_read_by_the_owner_index(
+    ranks: Ranks, num_ranks: int, few: int | None
+) -> None:
+    ranks(num_ranks, "many_save")
+    for begun in ranks(2, "many_load", saved_by=num_ranks, few=few):
+        assert begun == 6
+    for where in ("ours", "torch", "alone"):
+        snapshot = Snapshot(f"{ranks.path}-{where}")
+        assert snapshot.verify("full").ok
+        assert snapshot.read_object("model/layer3")[1].tolist() == [3006.0 + n for n in range(6)]
+
+
 @pytest.mark.parametrize("how", ["THREAD", slow("PROCESS")])
 def test_torchs_async_save(ranks: Ranks, how: str) -> None:
     assert ranks(2, "asynchronous", how=how) == [True] * 2
@@ -158,6 +172,51 @@ def test_a_rank_that_fails_leaves_a_whole_snapshot(
         assert "injected" in said["errors"][str(rank)]
         assert said["numbers"] == left
         assert said["folders"] == 1  # nothing is left of the failed save
+
+
+@pytest.mark.parametrize(
+    ("way", "hook", "rank"),
+    [
+        ("torch", "set_up_planner", 1),
+        slow("torch", "create_local_plan", 1),
+        ("torch", "create_global_plan", 0),
+        ("torch", "finish_plan", 1),
+        slow("torch", "finish_plan", 0),
+        ("torch", "write_at", 1),
+        ("torch", "put", 0),
+        ("ours", "finish_plan", 1),
+        ("ours", "state_dict", 1),
+        ("ours", "state_dict", 0),
+        ("ours", "write_at", 1),
+        slow("ours", "put", 0),
+        ("async", "state_dict", 1),
+        ("async", "write_at", 1),
+        slow("async", "finish_plan", 1),
+    ],
+)
+def test_a_failure_of_planner_state_or_storage(
+    ranks: Ranks, way: str, hook: str, rank: int
+) -> None:
+    for said in ranks(2, "fails", way=way, hook=hook, rank=rank):
+        assert rank in said["failed"]
+        assert re.search("injected|a scripted fault", said["errors"][str(rank)])
+        assert said["numbers"] == OLD
+        assert said["folders"] == 1
+
+
+def test_cached_plans_after_a_failure(ranks: Ranks) -> None:
+    assert ranks(2, "cached_fault") == [[0, 1, 1, 3, 4]] * 2
+
+
+@pytest.mark.parametrize("way", ["torch", "ours"])
+def test_a_killed_rank(director: Director, ranks: Ranks, tmp_path: Path, way: str) -> None:
+    said = director.play("direct_dies", path=ranks.path, folder=str(tmp_path), way=way)
+    # Through torch's function, DCP's own collective fails first.
+    assert said == ({"1": "SnapshotAborted"} if way == "ours" else {"gloo": "RuntimeError"})
+    snapshot = Snapshot(ranks.path)
+    assert snapshot.verify("full").ok
+    assert snapshot.read_object("a/n") == 1
+    assert ranks(2, "fails", way="ours", hook="state_dict", rank=0)[0]["folders"] == 1
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,38 @@ def test_what_all_saved_alike_is_for_new_ranks_too() -> None:
     assert paths(index) == ["s", "s/step", "s/same"]
 
 
+UNCHECKED = Stored(0, 0, 4, ())
+"""Bytes of another format, without checksums."""
+
+
+def test_without_checksums_nothing_is_alike() -> None:
+    entries: list[Entry] = [value("s/step", 3), tensor("s/w", data=UNCHECKED)]
+    index = index_of(world(entries, entries), rank=2)
+    assert paths(index) == ["s/step"]
+    assert index.held_by_other_ranks == {"s/w": (0, 1)}
+
+
+def test_without_checksums_other_cuts_are_other_tensors() -> None:
+    cuts = [(0, 6), (6, 12), (0, 12)]
+    manifests = world(
+        *[
+            [
+                TensorEntry(
+                    path="w",
+                    dtype="int8",
+                    shape=(stop - start,),
+                    data=Stored(0, 0, stop - start, ()),
+                    global_shape=(12,),
+                    offsets=(start,),
+                )
+            ]
+            for start, stop in cuts
+        ]
+    )
+    for rank, (start, stop) in enumerate(cuts):
+        assert boxes_of(manifests, rank) == [(start, stop, True)]
+
+
 def test_a_list_that_would_lose_an_item_is_left_out() -> None:
     def of(rank: int) -> list[Entry]:
         return [

@@ -323,6 +323,8 @@ def test_lookups_where_several_axes_cut_one_dim(data: st.DataObject) -> None:
         if any(box.intersect(wanted) for box in held_boxes(layout, (size,), at)):
             expected.add(rank)
     assert members(index.ranks_with("w", wanted)) == expected
+    held = {at for at in layout.mesh if held_boxes(layout, (size,), layout.mesh.position(at) or ())}
+    assert members(index.ranks_with("w")) == held
 
 
 def index_of(layout: Layout, *shapes: tuple[int, ...]) -> OwnerIndex:
@@ -409,6 +411,8 @@ BAD = {
     "an absent layout": placed(Holders(1)),
     "a region outside of the mesh": placed(Holders(0, (2,), (3,))),
     "a region of other dims": placed(Holders(0, (0, 0), (1, 1))),
+    "a region twice": placed(Holders(0), Holders(0)),
+    "regions with a position in common": placed(Holders(0, (0,), (3,)), Holders(0, (2,), (2,))),
     "an empty part": placed(Holders(0, part=(3, 3))),
     "a path twice": Owners(
         layouts=(LINE,), placed=(Owned((Holders(0),), (Tensor("w", (8,)), Tensor("w", (8,)))),)
@@ -420,6 +424,13 @@ BAD = {
         listed=(Listed("w", (RankBox(0, (0,), (1,)), RankBox(1, (0, 0), (1, 1)))),)
     ),
     "an entry of absurdly many ranks": Owners(private=(Kept((Grid(0, ((HUGE, 1),)),), ("w",)),)),
+    "a rank of an entry twice": Owners(private=(Kept((Grid(0, ((2, 1),)),) * 2, ("w",)),)),
+    "a rank of an entry twice, by other steps": Owners(
+        private=(Kept((Grid(0, ((2, 1),)), Grid(0, ((2, 2),))), ("w",)),)
+    ),
+    "more ranks of an entry than there are": Owners(
+        common=(Kept((Grid(0, ((4, 1),)), Grid(0)), ("w",)),)
+    ),
     "a common path twice": Owners(common=(Kept((Grid(0),), ("w", "w")),)),
     "an empty path": Owners(common=(Kept((Grid(0),), ("",)),)),
 }
@@ -431,6 +442,33 @@ def test_a_bad_index_is_refused(what: str) -> None:
     with pytest.raises(FormatError) as caught:
         decode_owners(data, attempt=ATTEMPT, world_size=4)
     assert caught.value.key == f"{ATTEMPT}/owners.json"
+
+
+def test_an_index_of_absurd_work_is_refused() -> None:
+    """A few hundred bytes must not stand for hours of lookups."""
+    deep = Layout(Grid(0, ((1 << 10, 1),)), (MeshCut(0, 0, 1 << 10),))
+    sizes = [(1 << 21) + number for number in range(17)]
+    tensors = tuple([Tensor(f"w{number}", (size,)) for number, size in enumerate(sizes)])
+    alike = tuple([Tensor(f"w{number}", (1 << 21,)) for number in range(17)])
+    holders = [Holders(0, (number,), (1,)) for number in range(17)]
+    everybody = Grid(0, ((1 << 20, 1),))
+    absurd = {
+        "17 shapes": (Owned((Holders(0),), tensors),),
+        "17 regions": (Owned(tuple(holders), tensors[:1]),),
+        "17 groups": tuple([Owned((Holders(0),), (tensor,)) for tensor in tensors]),
+    }
+    for placed in absurd.values():
+        with pytest.raises(FormatError, match="17825792 steps"):
+            stored_again(Owners(layouts=(deep,), placed=placed), 1 << 20)
+    stored_again(Owners(layouts=(deep,), placed=(Owned((Holders(0),), tensors[:16]),)), 1 << 20)
+    stored_again(Owners(layouts=(deep,), placed=(Owned((Holders(0),), alike),)), 1 << 20)
+    own = tuple([Kept((everybody,), (f"own{number}",)) for number in range(17)])
+    with pytest.raises(FormatError, match="steps"):
+        stored_again(Owners(private=own), 1 << 20)
+    parts = Layout(everybody)
+    shared = tuple([Owned((Holders(0, part=(0, 1)),), (tensor,)) for tensor in tensors])
+    with pytest.raises(FormatError, match="steps"):
+        stored_again(Owners(layouts=(parts,), placed=shared), 1 << 20)
 
 
 def test_the_index_of_another_save_is_refused() -> None:

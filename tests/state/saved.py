@@ -24,7 +24,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.format.tables import encode_rank_manifest
 from actorsnap.planning.index import Index, index_of
-from actorsnap.state.restore.allocation import Wanted
+from actorsnap.state.restore.reads import Wanted
 from actorsnap.state.tensors import DTYPE_NAMES, bytes_of
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"

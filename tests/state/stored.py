@@ -19,9 +19,9 @@ from actorsnap.format.manifest import (
 from actorsnap.format.tables import decode_rank_manifest, encode_rank_manifest
 from actorsnap.planning.index import AnyEntry
 from actorsnap.state.capture import capture
-from actorsnap.state.restore.allocation import Wanted
 from actorsnap.state.restore.build import KeyRestore, prepare
 from actorsnap.state.restore.match import entries_by_key
+from actorsnap.state.restore.reads import Wanted
 from actorsnap.state.sources import Captured, Leaf
 from actorsnap.state.stateful import StateDict
 from actorsnap.state.tree import escape

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+import actorsnap.state.distributed
 from actorsnap.errors import UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
@@ -17,6 +22,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
+from actorsnap.state import capture as capturing
 from actorsnap.state.capture import HeldLeaf, capture, capture_leaves
 from actorsnap.state.restore.build import prepare
 from actorsnap.state.sources import Leaf
@@ -153,3 +159,41 @@ def test_leaves_that_are_assigned_to_this_rank() -> None:
     sparse = HeldLeaf("s", torch.eye(2).to_sparse(), Box((0, 0), (2, 2)), (4, 2))
     with pytest.raises(UsageError, match="'s' is a shard"):
         capture_leaves([sparse], {}, replicated=True, allow_pickle=False)
+
+
+def test_a_mesh_is_described_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mesh of thousands of ranks has hundreds of tensors, and optimizer states next to them."""
+    mesh = DeviceMesh("cpu", torch.arange(6), _init_backend=False, _rank=2)
+    parameters = []
+    for number in range(40):
+        shape = (6, 3 + number % 5)
+        local = torch.ones(1, shape[1])
+        meta = TensorMeta(torch.Size(shape), (shape[1], 1), torch.float32)
+        spec = DTensorSpec(mesh, (Shard(0),), tensor_meta=meta)
+        parameters.append(torch.nn.Parameter(DTensor(local, spec, requires_grad=False)))
+    optimizer = torch.optim.SGD(parameters)
+    optimizer.state.update({p: {"count": torch.tensor(1.0)} for p in parameters})
+    looked: list[object] = []
+
+    def counting(call: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def counted(it: Any) -> Any:
+            looked.append(it)
+            return call(it)
+
+        return counted
+
+    for module, name in ((actorsnap.state.distributed, "_mesh_ranks"), (capturing, "ranks_digest")):
+        monkeypatch.setattr(module, name, counting(getattr(module, name)))
+    app_state = {
+        "model": StateDict(**{str(n): p for n, p in enumerate(parameters)}),
+        "optimizer": optimizer,
+    }
+    captured = capture(app_state, ranks=range(6), rank=2)
+    assert len(captured.sharded) == 40
+    assert {each.num_ranks for each in captured.sharded} == {6}
+    counts = [leaf for leaf in captured.leaves if leaf.item.path.endswith("/count")]
+    assert len(counts) == 40
+    assert all(leaf.item.replicated for leaf in counts)
+    # The tensors', and the optimizer's of parameters.
+    assert looked.count(mesh) == 2
+    assert len(looked) <= 2 + 2

@@ -1,4 +1,13 @@
-"""torch.distributed.checkpoint (DCP) over actorsnap. See ``docs/dcp.md``."""
+"""torch.distributed.checkpoint (DCP) over actorsnap. See ``docs/dcp.md``.
+
+Has all names of torch's module: those that are not defined here are torch's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed.checkpoint
 
 from actorsnap.interop.dcp.calls import AsyncCheckpointerType, async_save, load, save
 from actorsnap.interop.dcp.installing import install, installed, uninstall
@@ -18,3 +27,9 @@ __all__ = [
     "save",
     "uninstall",
 ]
+
+_OURS = {"FileSystemWriter": ActorsnapWriter, "FileSystemReader": ActorsnapReader}
+
+
+def __getattr__(name: str) -> Any:
+    return _OURS.get(name) or getattr(torch.distributed.checkpoint, name)

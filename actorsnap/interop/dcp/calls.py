@@ -11,19 +11,21 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import inspect
 import io
 import os
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 
 from actorsnap.errors import UsageError
@@ -49,17 +51,21 @@ from actorsnap.runtime.source import Source, begins_anew
 from actorsnap.runtime.team import find_team
 from actorsnap.runtime.tracing import Observation
 from actorsnap.state.capture import capture
-from actorsnap.state.process_group import Group, global_rank
+from actorsnap.state.process_group import Group, is_initialized
 from actorsnap.state.restore.allocation import Allocation
 from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.sources import Captured
-from actorsnap.state.stateful import StateDict
 
 _torch: Any = torch.distributed.checkpoint  # its stubs export little
 
 AsyncCheckpointerType = _torch.state_dict_saver.AsyncCheckpointerType
 
+FuncT = TypeVar("FuncT", bound=Callable[..., Any])
+_takes_storage_second: Callable[[FuncT], FuncT] = _torch.utils._api_bc_check
+"""Also accepts the writer or reader as the second argument, with a warning, as DCP does."""
 
+
+@_takes_storage_second
 def save(
     state_dict: dict[str, Any],
     *,
@@ -96,13 +102,15 @@ def save(
         return metadata
     writer.reset(checkpoint_id)
     call = _take_call(writer, state_dict, process_group, no_dist=no_dist)
-    with _raising_as_dcp("save"), telling_overwrite(writer.overwrite):
+    with _raising_as_dcp("save", call.group), telling_overwrite(writer.overwrite):
         saved = drive_sync(taking.take(call, is_async=False))
     if writer.marker and saved.rank == 0:
         drive_sync(writer.mark())
-    return SavedMetadata(saved.source(), saved.rank)
+    writer.save_id = saved.attempt
+    return SavedMetadata(saved.source(), saved.rank, writer.storage_meta())
 
 
+@_takes_storage_second
 def async_save(
     state_dict: dict[str, Any],
     *,
@@ -147,14 +155,15 @@ def async_save(
     if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
         options = msgspec.structs.replace(resolve_options(call.options), offload="process")
         call = replace(call, options=options)
-    with _raising_as_dcp("save"), telling_overwrite(writer.overwrite):
+    with _raising_as_dcp("save", call.group), telling_overwrite(writer.overwrite):
         saving = drive_sync(taking.take(call, is_async=True))
     result: concurrent.futures.Future[Metadata] = concurrent.futures.Future()
 
     def settle(finished: concurrent.futures.Future[None]) -> None:
         error = finished.exception()
         if error is None:
-            result.set_result(SavedMetadata(saving.source(), saving.rank))
+            meta = StorageMeta(checkpoint_id=call.path, save_id=saving.attempt)
+            result.set_result(SavedMetadata(saving.source(), saving.rank, meta))
         else:
             result.set_exception(_as_dcp("save", error, saving.rank))
 
@@ -168,6 +177,7 @@ def async_save(
     return result
 
 
+@_takes_storage_second
 def load(
     state_dict: dict[str, Any],
     *,
@@ -202,8 +212,8 @@ def load(
         )
         return
     reader.reset(checkpoint_id)
-    group = Group.of_one() if no_dist else process_group
-    with _raising_as_dcp("load"):
+    group = _group(process_group, no_dist=no_dist)
+    with _raising_as_dcp("load", group):
         loaded = drive_sync(_load(reader.source(), state_dict, group, reader.rank))
     for key in sorted(state_dict):
         if isinstance(state_dict[key], Stateful):
@@ -212,30 +222,42 @@ def load(
             state_dict[key] = loaded[key]
 
 
+def _group(process_group: Any, *, no_dist: bool) -> Any:
+    """Returns the ``group`` of ``Snapshot.take``: this rank alone where DCP means that."""
+    is_alone = no_dist or not is_initialized()
+    return Group.of_one() if is_alone else process_group
+
+
 def _is_native(storage: Any, kind: type, planner: Any, default: type) -> bool:
     if type(storage) is not kind:
         return False
-    # Options of a planner are seldom used, and torch's function knows all.
     return planner is None or (type(planner) is default and _is_default(planner, default()))
 
 
+_NO_EFFECT = {"dedup_replicated_tensors", "dedup_save_to_lowest_rank", "enable_plan_caching"}
+"""Options of a planner that do not change what is saved."""
+
+
 def _is_default(planner: Any, default: Any) -> bool:
-    names = ("flatten_state_dict", "flatten_sharded_tensors", "allow_partial_load")
+    # torch's function also knows the options of later versions.
+    names = inspect.signature(type(default)).parameters.keys() - _NO_EFFECT
     return all(getattr(planner, name, None) == getattr(default, name, None) for name in names)
 
 
 @contextlib.contextmanager
-def _raising_as_dcp(step: str) -> Iterator[None]:
+def _raising_as_dcp(step: str, group: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise _as_dcp(step, error, global_rank()) from error
+        rank = 0 if isinstance(group, Group) else torch.distributed.get_rank(group)
+        raise _as_dcp(step, error, rank) from error
 
 
 def _as_dcp(step: str, error: BaseException, rank: int) -> CheckpointException:
-    """Returns what callers of DCP catch."""
+    """Returns what callers of DCP catch: with the rank that failed, if ``error`` names it."""
     stack = traceback.extract_tb(error.__traceback__)
-    failure = CheckpointException(step, {rank: (error, stack)})
+    failed = getattr(error, "rank", None)
+    failure = CheckpointException(step, {rank if failed is None else failed: (error, stack)})
     failure.__cause__ = error
     return failure
 
@@ -260,7 +282,7 @@ def _take_call(
         metadata=writer.metadata | DcpMark().metadata(),
         storage_options=writer.storage_options,
         options=writer.options,
-        group=Group.of_one() if no_dist else process_group,
+        group=_group(process_group, no_dist=no_dist),
         store=None,
     )
 
@@ -271,9 +293,13 @@ def _capture(
     """Captures as DCP does: leaves of one name are equal on all ranks.
 
     Those that are not (states of random generators) are one rank's, never parts of several.
+
+    Raises:
+        UsageError: Two leaves have one name: DCP could not load either.
     """
+    parts = _app_state(state_dict)
     captured = capture(
-        _app_state(state_dict),
+        parts,
         replicated=["**"],
         allow_pickle=allow_pickle,
         ranks=ranks,
@@ -282,62 +308,90 @@ def _capture(
     for leaf in captured.leaves:
         if leaf.item.replicated:
             leaf.item = msgspec.structs.replace(leaf.item, is_whole=True)
+    counts = Counter([name for part in parts.values() for name in part.names])
+    if twice := sorted([name for name, count in counts.items() if count > 1]):
+        raise UsageError(
+            f"{', '.join(map(repr, twice[:10]))}: torch.distributed.checkpoint joins keys by dots, "
+            "and makes them str, so two leaves of the state dict have this name; rename one"
+        )
     return captured
 
 
 class _SavedPart:
-    """A value of a state dict, as a stateful to save."""
+    """A value of a state dict, as a stateful to save.
 
-    def __init__(self, value: Any) -> None:
+    Args:
+        key: In the state dict; None: ``value`` has leaves of its top level.
+
+    Attributes:
+        names: DCP's, of the leaves, after ``state_dict``.
+    """
+
+    def __init__(self, key: str | None, value: Any) -> None:
+        self._key = key
         self._value = value
+        self.names: list[str] = []
 
     def state_dict(self) -> Any:
         value = self._value
-        return _storable(value.state_dict() if isinstance(value, Stateful) else value)
+        self.names = []
+        return self._storable(
+            self._key, value.state_dict() if isinstance(value, Stateful) else value
+        )
+
+    def _storable(self, name: str | None, value: Any) -> Any:
+        """Returns a state dict as DCP names it: with str keys, and plain containers."""
+        prefix = "" if name is None else f"{name}."
+        if isinstance(value, Mapping):
+            found: dict[str, Any] = {}
+            for key, item in value.items():
+                if str(key) in found:
+                    self.names += [f"{prefix}{key}"] * 2
+                found[str(key)] = self._storable(f"{prefix}{key}", item)
+            return found
+        if type(value) is list:
+            return [self._storable(f"{prefix}{n}", item) for n, item in enumerate(value)]
+        self.names.append(str(name))
+        return (BYTES_IO, value.getvalue()) if type(value) is io.BytesIO else value
 
     def load_state_dict(self, state_dict: Any) -> None:
         raise NotImplementedError
 
 
-def _app_state(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+def _app_state(state_dict: Mapping[str, Any]) -> dict[str, _SavedPart]:
     """Returns one stateful per key. Tensors and values at the top level share one."""
     if TOP in state_dict:
         raise UsageError(f"the key {TOP!r} of a state dict is reserved; rename it")
-    parts: dict[str, Any] = {}
-    top: dict[str, Any] = {}
+    parts: dict[str, _SavedPart] = {}
+    top: dict[Any, Any] = {}
     for key, value in state_dict.items():
         if isinstance(value, Stateful | Mapping):
-            parts[str(key)] = _SavedPart(value)
+            if str(key) in parts:
+                raise UsageError(f"two keys of the state dict are {str(key)!r} as str; rename one")
+            parts[str(key)] = _SavedPart(str(key), value)
         else:
-            top[str(key)] = value
-    if top:
-        parts[TOP] = StateDict(_storable(top))
+            top[key] = value
+    if top or not parts:
+        parts[TOP] = _SavedPart(None, top)
     return parts
-
-
-def _storable(value: Any) -> Any:
-    """Returns a state dict as DCP names it: with str keys, and plain containers."""
-    if isinstance(value, Mapping):
-        return {str(key): _storable(item) for key, item in value.items()}
-    if type(value) is list:
-        return [_storable(item) for item in value]
-    return (BYTES_IO, value.getvalue()) if type(value) is io.BytesIO else value
 
 
 class SavedMetadata(Metadata):
     """The metadata of a saved snapshot, read from it on first use."""
 
-    def __init__(self, source: Source, rank: int) -> None:
+    def __init__(self, source: Source, rank: int, storage_meta: StorageMeta | None) -> None:
+        self.storage_meta = storage_meta
         object.__setattr__(self, "_origin", (source, rank))
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("state_dict_metadata", "planner_data") and name not in vars(self):
             source, rank = vars(self)["_origin"]
-            vars(self).update(vars(drive_sync(load_catalog(source, rank)).metadata()))
+            catalog = drive_sync(load_catalog(source, rank))
+            vars(self).update(vars(catalog.metadata(self.storage_meta)))
         return object.__getattribute__(self, name)
 
     def __reduce__(self) -> Any:
-        return Metadata, (self.state_dict_metadata, self.planner_data)
+        return Metadata, (self.state_dict_metadata, self.planner_data, None, self.storage_meta)
 
 
 # Loading

@@ -9,7 +9,7 @@ below the key ``TOP``, and the mark in the commit object's metadata says so.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias, TypeGuard
 
 import msgspec
@@ -32,7 +32,8 @@ from actorsnap.format.manifest import (
     TensorEntry,
     ViewEntry,
 )
-from actorsnap.planning.index import AnyEntry, Index, Shard, ShardedEntry
+from actorsnap.planning.index import AnyEntry, Index, ShardedEntry
+from actorsnap.planning.shards import Shard, Shards
 from actorsnap.state.restore.checks import NUMPY_KINDS
 from actorsnap.state.tensors import DTYPES
 from actorsnap.state.tree import join, parent_of, unescape
@@ -175,12 +176,12 @@ class Catalog:
         bases = {entry.of for entry in found if isinstance(entry, ViewEntry)} - own
         return found + [self._by_path[base] for base in sorted(bases)]
 
-    def shards_of(self, entry: DenseEntry) -> Sequence[Shard] | None:
+    def shards_of(self, entry: DenseEntry) -> Shards | None:
         """Returns the stored boxes; None for a view with another layout than its base."""
         if isinstance(entry, ShardedEntry):
             return entry.shards
         if isinstance(entry, TensorEntry):
-            return [Shard(Box.whole(entry.shape), entry.data)]
+            return Shards.of([Shard(Box.whole(entry.shape), entry.data)])
         base = self._by_path.get(entry.of)
         if (
             isinstance(base, TensorEntry)
@@ -189,7 +190,7 @@ class Catalog:
             and entry.offset == 0
             and entry.strides == c_strides(entry.shape)
         ):
-            return [Shard(Box.whole(base.shape), base.data)]
+            return Shards.of([Shard(Box.whole(base.shape), base.data)])
         return None
 
     def _find_descended(self) -> set[str]:
@@ -252,7 +253,7 @@ def is_dense(entry: AnyEntry | None) -> TypeGuard[DenseEntry]:
 
 def _tensor_metadata(catalog: Catalog, entry: DenseEntry) -> TensorStorageMetadata:
     shards = catalog.shards_of(entry)
-    boxes = [Box.whole(entry.shape)] if shards is None else [shard.box for shard in shards]
+    boxes = (Box.whole(entry.shape),) if shards is None else shards.cut.boxes
     return TensorStorageMetadata(
         properties=TensorProperties(dtype=DTYPES[entry.dtype], requires_grad=entry.requires_grad),
         size=torch.Size(entry.shape),

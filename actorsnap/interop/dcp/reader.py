@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +24,7 @@ from actorsnap.interop.formats.dcp_metadata import BYTES_IO
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.index import Wants
+from actorsnap.planning.restore import BoxPlanner
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location, resolve_options
 from actorsnap.runtime.partial_index import PartialIndex
@@ -34,8 +35,8 @@ from actorsnap.state import objects
 from actorsnap.state.distributed import LocalPiece, Ranks
 from actorsnap.state.process_group import global_rank
 from actorsnap.state.restore.aliasing import is_writable, mark_written
-from actorsnap.state.restore.allocation import Wanted, reads_of_boxes
 from actorsnap.state.restore.build import KeyRestore, prepare
+from actorsnap.state.restore.reads import BoxReads, Reads
 from actorsnap.state.tensors import DTYPES, empty_tensor, slices_of
 
 logger = Log(__name__)
@@ -77,7 +78,7 @@ class ActorsnapReader(StorageReader):
         self._forget()
 
     def _forget(self) -> None:
-        self._load_id = uuid.uuid4().hex
+        self.load_id = uuid.uuid4().hex
         self._source: Source | None = None
         self._catalog: Catalog | None = None
         self._error: Exception | None = None
@@ -104,7 +105,7 @@ class ActorsnapReader(StorageReader):
         ``CheckpointException``. Until torch 2.11, DCP drops one of ``read_metadata``; later ones
         keep its text.
         """
-        meta = StorageMeta(checkpoint_id=self.path, load_id=self._load_id)
+        meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
         try:
             return self._read_metadata(meta)
         except Exception as error:
@@ -115,6 +116,7 @@ class ActorsnapReader(StorageReader):
         self._source = source = self.source()
         rank = global_rank() if self.rank is None else self.rank
         self._catalog = drive_sync(load_catalog(source, rank))
+        meta.save_id = self._catalog.index.attempt
         return self._catalog.metadata(meta)
 
     def source(self) -> Source:
@@ -172,7 +174,7 @@ def load_catalog(source: Source, rank: int) -> Script[Catalog]:
 
 
 def _read(source: Source, reads: PlannedReads) -> Script[None]:
-    wanted = [want for wants in reads.wanted.values() for want in wants]
+    wanted = Reads([part for own in reads.wanted.values() for part in own.parts])
     reads.mark()
     index = reads.catalog.index
     yield lambda host: fetch_wanted(host, source, index, wanted)
@@ -204,9 +206,10 @@ class PlannedReads:
     plan: LoadPlan
     planner: LoadPlanner
     source: Source
-    wanted: dict[str, list[Wanted]] = field(default_factory=dict)
+    wanted: dict[str, Reads] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        self._planner = BoxPlanner()
         self._filled: list[_Filled] = []
         self._values: list[tuple[ReadItem, KeyRestore | None, Any]] = []
         self._views: list[tuple[KeyRestore, list[tuple[Box, _Filled]]]] = []
@@ -240,8 +243,8 @@ class PlannedReads:
         for item, prepared, value in self._values:
             self.planner.load_bytes(item, _pickled(prepared.build() if prepared else value))
 
-    def _want(self, path: str, reads: Iterable[Wanted]) -> None:
-        self.wanted.setdefault(path.partition("/")[0], []).extend(reads)
+    def _want(self, path: str, reads: Reads) -> None:
+        self.wanted.setdefault(path.partition("/")[0], Reads()).parts += reads.parts
 
     def _prepare(self, path: str) -> KeyRestore:
         restore = prepare(
@@ -291,7 +294,9 @@ class PlannedReads:
         if shards is not None and pieces:
             is_whole = len(pieces) == 1 and pieces[0].box == Box.whole(entry.shape)
             holders: Ranks | None = None if is_whole else ()
-            self._want(path, reads_of_boxes(path, dtype, shards, pieces, holders))
+            boxes = tuple([piece.box for piece in pieces])
+            plan = self._planner.plan(path, shards, boxes, dtype.itemsize)
+            self._want(path, Reads([BoxReads(plan, shards, pieces, holders)]))
 
 
 def _takes_bytes(tensor: torch.Tensor) -> bool:

@@ -16,8 +16,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint._extension import ZStandard
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
@@ -29,19 +31,16 @@ from actorsnap.format.geometry import Box
 from actorsnap.interop.dcp.catalog import DcpMark, containers_above, stored_path
 from actorsnap.interop.dcp.stager import ActorsnapStager
 from actorsnap.interop.formats.dcp_metadata import BYTES_IO
-from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.runtime import taking
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, make_location, open_location, resolve_options
 from actorsnap.runtime.script import drive_sync
 from actorsnap.state.capture import HeldLeaf, capture_leaves
-from actorsnap.state.process_group import Group, global_rank, subgroup
+from actorsnap.state.process_group import Group, global_rank, is_initialized, subgroup
 from actorsnap.state.sources import Captured
 from actorsnap.state.tree import join
 from actorsnap.storage.registry import find_opener
-
-logger = Log(__name__)
 
 MARKER = ".metadata"
 MARKER_TEXT = (
@@ -57,8 +56,8 @@ RAW = "actorsnap.raw"
 class Ticket:
     """A rank's place in a save; sent to it by the coordinator, in its plan.
 
-    DCP's planners may return a cached plan, with the ticket of an earlier save, on some ranks or on
-    all. So a new nonce is given only if all ranks get new plans.
+    A planner with a cache may return the plan of an earlier save, with its ticket. So places stay
+    the same, but the nonce is the one of the ticket that came last.
 
     Attributes:
         ranks: Global ranks, in the order of the plans.
@@ -70,6 +69,26 @@ class Ticket:
     ranks: tuple[int, ...]
     nonce: str
 
+    # DCP hands a plan, and its ticket, to the planner, which may drop both for an older one. So the
+    # nonce is noted where the ticket arrives.
+    def __reduce__(self) -> Any:
+        return _receive, (self.rank, self.ranks, self.nonce)
+
+    def __deepcopy__(self, memo: Any) -> Ticket:
+        return self
+
+    def latest_nonce(self) -> str:
+        return _received.get(self.ranks, self.nonce)
+
+
+def _receive(rank: int, ranks: tuple[int, ...], nonce: str) -> Ticket:
+    _received[ranks] = nonce
+    return Ticket(rank, ranks, nonce)
+
+
+_received: dict[tuple[int, ...], str] = {}
+"""The nonce of the ticket that came last, by its ranks."""
+
 
 class ActorsnapWriter(ActorsnapStager, StorageWriter):
     """Saves snapshots for ``torch.distributed.checkpoint.save`` and ``async_save``.
@@ -78,7 +97,8 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
     or all fail, and an older snapshot at the path stays valid until the commit. Needs no collective
     of its own. The job's store may be a FileStore.
 
-    Takes the arguments of ``FileSystemWriter`` in its order. Those not listed here have no effect.
+    Takes the arguments of ``FileSystemWriter`` in its order. Those not listed here have no effect,
+    except ``_extensions``: ``ZStandard`` means ``Options.compression``, others are refused.
 
     Args:
         path: A folder or URL; None: DCP's calls pass ``checkpoint_id``.
@@ -88,6 +108,9 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         process_group: The ranks of saves with ``use_collectives=False``, which tell a writer no
             ranks; None: the default group.
         marker: After the commit, write a file ``.metadata``, for programs that look for it.
+
+    Attributes:
+        save_id: After a save, the snapshot's attempt.
 
     Raises:
         UsageError: A bad argument.
@@ -113,14 +136,18 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         marker: bool = False,
     ) -> None:
         super().__init__()
-        if _extensions:
-            logger.warning(
-                "_extensions have no effect: actorsnap stores the bytes as they are. "
-                "Options(compression=...) compresses them"
-            )
         if path is not None:
             make_location(path, storage_options)
-        resolve_options(options)
+        if any(type(each) is not ZStandard for each in _extensions or ()):
+            # It may encrypt: without it, plain text would be stored.
+            raise UsageError(
+                "actorsnap cannot pass its data through _extensions "
+                f"({', '.join([type(each).__name__ for each in _extensions])}); it compresses with "
+                "ZStandard, or Options(compression=...)"
+            )
+        resolved = resolve_options(options)
+        if _extensions and resolved.compression is None:
+            options = msgspec.structs.replace(resolved, compression="zstd")
         self.path = path
         self.overwrite = overwrite
         self.storage_options = storage_options
@@ -129,7 +156,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         self.metadata = dict(metadata or {})
         self.process_group = process_group
         self.marker = marker
-        self._save_id = uuid.uuid4().hex
+        self.save_id = uuid.uuid4().hex
         self._rank: int | None = None
         self._uses_collectives = True
 
@@ -142,14 +169,14 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         if checkpoint_id:
             self.path = checkpoint_id
-        self._save_id = uuid.uuid4().hex
+        self.save_id = uuid.uuid4().hex
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         return can_open(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
-        return StorageMeta(checkpoint_id=self.path, save_id=self._save_id)
+        return StorageMeta(checkpoint_id=self.path, save_id=self.save_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         # DCP passes these if a parameter is named kwargs.
@@ -160,11 +187,10 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         return replace(plan, storage_data=global_rank())
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        ranks = _ranks_of(plans)
-        if ranks not in _nonces or all(plan.usable for plan in plans):
-            _nonces[ranks] = uuid.uuid4().hex
+        ranks, nonce = _ranks_of(plans), uuid.uuid4().hex
+        _received[ranks] = nonce
         return [
-            replace(plan, storage_data=Ticket(rank, ranks, _nonces[ranks]))
+            replace(plan, storage_data=Ticket(rank, ranks, nonce))
             for rank, plan in enumerate(plans)
         ]
 
@@ -200,10 +226,10 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
             ),
             # A rank may fail between the plan and this call.
             joins_promptly=True,
-            nonce=ticket.nonce if self._uses_collectives else "",
+            nonce=ticket.latest_nonce() if self._uses_collectives else "",
         )
         with telling_overwrite(self.overwrite):
-            drive_sync(_saved(call, in_process=options.offload == "process"))
+            self.save_id = drive_sync(_saved(call, in_process=options.offload == "process"))
         results = [
             WriteResult(item.index, sizes.get(item.index, 0), str(self.path)) for item in plan.items
         ]
@@ -228,6 +254,8 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
 
     def _group(self, ticket: Ticket) -> Any:
         """Returns the ``group`` of ``Snapshot.take``."""
+        if not is_initialized():
+            return Group.of_one()
         if not self._uses_collectives:
             # Every rank planned alone, so tickets know one rank.
             return self.process_group
@@ -246,10 +274,12 @@ def telling_overwrite(overwrite: bool) -> Iterator[None]:
         raise
 
 
-def _saved(call: taking.TakeCall, *, in_process: bool) -> Script[None]:
+def _saved(call: taking.TakeCall, *, in_process: bool) -> Script[str]:
+    """Returns the attempt."""
     save = yield from taking.take(call, is_async=in_process)
     if in_process:  # only asynchronous saves are offloaded
         yield from taking.await_pending(save, save.finished)
+    return save.attempt
 
 
 async def write_marker(host: Host, location: Location) -> None:
@@ -269,8 +299,8 @@ def can_open(checkpoint_id: Any) -> bool:
     return True
 
 
-_nonces: dict[tuple[int, ...], str] = {}
-"""The latest nonce by the ranks of saves that this process coordinated, the latest last."""
+_coordinated: dict[tuple[int, ...], None] = {}
+"""The ranks of saves that this process coordinated, the latest last."""
 
 
 def _ranks_of(plans: Sequence[SavePlan]) -> tuple[int, ...]:
@@ -283,7 +313,7 @@ def _ranks_of(plans: Sequence[SavePlan]) -> tuple[int, ...]:
         return (global_rank(),)
     found = tuple([rank for rank in told if rank is not None])
     if len(found) < len(plans):
-        for known in reversed(_nonces):
+        for known in reversed(_coordinated):
             if len(known) == len(told) and all(
                 mine in (None, theirs) for mine, theirs in zip(told, known, strict=True)
             ):
@@ -296,8 +326,8 @@ def _ranks_of(plans: Sequence[SavePlan]) -> tuple[int, ...]:
                     "are unknown: keep it (dataclasses.replace), or save with all ranks"
                 )
             found = tuple(range(len(plans)))
-    if found in _nonces:
-        _nonces[found] = _nonces.pop(found)
+    _coordinated.pop(found, None)
+    _coordinated[found] = None
     return found
 
 

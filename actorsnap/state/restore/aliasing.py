@@ -72,7 +72,7 @@ class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     Attributes:
         start, stop: Extent of ``target``.
-        base: Path of the entry with the leaf's bytes; for a sharded one, a key of its content.
+        base: Path of the entry with the leaf's bytes; a sharded one's content.
         origin: Address for the first byte of ``base``, if target and stored leaf have the same
             layout; else both layouts. Destinations with equal ``base`` and ``origin`` agree about
             every byte.
@@ -83,7 +83,7 @@ class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
     target: Target
     start: int
     stop: int
-    base: str
+    base: object
     origin: object
     device: torch.device | None = None
 
@@ -96,7 +96,7 @@ class Destination(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 def destination(
-    path: str, target: Any, base: str, stored: Region | None = None, origin: object = None
+    path: str, target: Any, base: object, stored: Region | None = None, origin: object = None
 ) -> list[Destination]:
     """Returns a list of one; [] if ``target`` has no writable memory.
 

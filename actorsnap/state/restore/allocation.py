@@ -22,9 +22,10 @@ import torch
 
 from actorsnap.errors import FormatError
 from actorsnap.format.geometry import Box, c_strides
-from actorsnap.format.manifest import BytesEntry, CompositeEntry, Stored, TensorEntry, ViewEntry
-from actorsnap.planning.index import Shard, ShardedEntry
-from actorsnap.planning.restore import BoxRead, plan_boxes
+from actorsnap.format.manifest import BytesEntry, CompositeEntry, TensorEntry, ViewEntry
+from actorsnap.planning.index import ShardedEntry
+from actorsnap.planning.restore import BoxPlanner
+from actorsnap.planning.shards import Shard, Shards
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.distributed import LocalPiece, Ranks, is_distributed
 from actorsnap.state.objects import NUMPY_DTYPES
@@ -38,36 +39,21 @@ from actorsnap.state.restore.aliasing import (
 )
 from actorsnap.state.restore.checks import NUMPY_KINDS, itemsize_of
 from actorsnap.state.restore.match import Match, Pair
+from actorsnap.state.restore.reads import BoxReads, Reads, Wanted, slice_stored
 from actorsnap.state.sharing import Region, region_of, touched_without_gaps
 from actorsnap.state.sources import ByteSink, HostMemory
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
-    BoxSink,
     ClippedSink,
     ExtentSink,
     StridedMemory,
     as_bytes,
     empty_tensor,
-    is_addressable,
     storage_bytes,
     tensor_type,
 )
 from actorsnap.state.tree import part_path
-
-
-class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Stored bytes, and their sink.
-
-    Attributes:
-        stored: Whole checksum blocks of a leaf.
-        holders: Ranks likely to want these bytes, ascending. None means every rank that restores;
-            empty means this rank alone.
-    """
-
-    stored: Stored
-    sink: ByteSink
-    holders: Ranks | None
 
 
 class Fresh(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -90,7 +76,7 @@ class Allocation:
     """Memory for the bytes of a match.
 
     Attributes:
-        reads: All writes to a target before ``KeyRestore.build``. Ranges may repeat.
+        reads: All writes to a target before ``KeyRestore.build``.
         surplus_bytes: Bytes of ``reads`` outside of the boxes of distributed targets.
         destinations: Memory of the target that is written to.
         values: Targets that the reads complete, by path.
@@ -99,7 +85,7 @@ class Allocation:
         casts: Of distributed targets, by path: their pieces, each with one of the stored dtype.
     """
 
-    reads: list[Wanted] = field(default_factory=list)
+    reads: Reads = field(default_factory=Reads)
     surplus_bytes: int = 0
     destinations: list[Destination] = field(default_factory=list)
     values: dict[str, object] = field(default_factory=dict)
@@ -124,7 +110,7 @@ def find_memory(match: Match) -> Allocation:
         FormatError: Shards overlap or do not cover their tensor.
         MemoryError: Names the leaf.
     """
-    memory = Allocation()
+    memory, planner = Allocation(), BoxPlanner()
     views: dict[str, list[_Member]] = {}
     for pair in match.pairs:
         entry = pair.entry
@@ -132,14 +118,12 @@ def find_memory(match: Match) -> Allocation:
             case TensorEntry() if pair.sharding is None and entry.path not in match.bases:
                 _add_tensor(memory, match, pair, entry)
             case TensorEntry() if pair.sharding is not None:
-                shard = Shard(Box.whole(entry.shape), entry.data)
-                _add_boxes(memory, pair, entry, [shard], entry.path)
+                shards = Shards.of([Shard(Box.whole(entry.shape), entry.data)])
+                _add_boxes(memory, planner, pair, entry, shards, entry.path)
             case TensorEntry() | ViewEntry():
                 _add_view(memory, views, pair, entry)
             case ShardedEntry():
-                # A tensor with two names is saved twice; equal ones may share memory.
-                parts = frozenset((shard.box, shard.data.crc32c) for shard in entry.shards)
-                _add_boxes(memory, pair, entry, entry.shards, f"{entry.dtype} {hash(parts)}")
+                _add_boxes(memory, planner, pair, entry, entry.shards, _Content(entry))
             case BytesEntry():
                 _add_buffer(memory, match, pair, entry)
     for pair in match.composites:
@@ -229,12 +213,34 @@ def _add_parts(
             _add_tensor(memory, match, Pair(part, DTYPES[part.dtype], None), part)
 
 
+class _Content:
+    """A sharded tensor as a base. One with two names is saved twice; equal ones may share memory.
+
+    Compared for the few that touch.
+    """
+
+    __slots__ = ("_entry",)
+
+    def __init__(self, entry: ShardedEntry) -> None:
+        self._entry = entry
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, _Content):
+            return False
+        own, its = self._entry, other._entry
+        return own is its or (own.dtype == its.dtype and own.shards.content == its.shards.content)
+
+    def __hash__(self) -> int:
+        return hash((self._entry.dtype, len(self._entry.shards)))
+
+
 def _add_boxes(
     memory: Allocation,
+    planner: BoxPlanner,
     pair: Pair,
     entry: TensorEntry | ShardedEntry,
-    shards: Sequence[Shard],
-    base: str,
+    shards: Shards,
+    base: object,
 ) -> None:
     """See ``Destination`` for ``base``."""
     path, target, sharding = entry.path, pair.target, pair.sharding
@@ -242,14 +248,8 @@ def _add_boxes(
     pieces = [] if sharding is None else list(sharding.pieces)
     whole = Box.whole(entry.shape)
     # Precedes allocation: the manifest may claim any global shape.
-    planned = plan_boxes(
-        path,
-        [shard.box for shard in shards],
-        [whole] if sharding is None else [piece.box for piece in pieces],
-        itemsize=dtype.itemsize,
-        block_bytes=[shard.data.block_bytes for shard in shards],
-        disputed={number for number, shard in enumerate(shards) if shard.is_disputed},
-    )
+    boxes = (whole,) if sharding is None else tuple([piece.box for piece in pieces])
+    plan = planner.plan(path, shards, boxes, dtype.itemsize)
     if sharding is None:
         tensor = _tensor_over(target) if target is not None and is_writable(target) else None
         if tensor is None:
@@ -259,7 +259,7 @@ def _add_boxes(
         else:
             memory.values[path] = target
             memory.destinations += destination(path, target, base)
-        memory.reads += _box_reads(planned, shards, [LocalPiece(whole, tensor, None)], None)
+        memory.reads.append(BoxReads(plan, shards, [LocalPiece(whole, tensor, None)], None))
         return
     memory.values[path] = target
     if pair.is_cast:
@@ -271,81 +271,18 @@ def _add_boxes(
         pieces = stored
     else:
         memory.destinations += _destinations_of_pieces(pair, base)
-    reads = _box_reads(planned, shards, pieces, ())
-    memory.reads += reads
-    memory.surplus_bytes += sum(want.stored.stop - want.stored.start for want in reads)
+    memory.reads.append(BoxReads(plan, shards, pieces, ()))
+    memory.surplus_bytes += plan.nbytes
     memory.surplus_bytes -= sum(piece.tensor.nbytes for piece in pieces)
 
 
-def reads_of_boxes(
-    path: str,
-    dtype: torch.dtype,
-    shards: Sequence[Shard],
-    pieces: Sequence[LocalPiece],
-    holders: Ranks | None,
-) -> list[Wanted]:
-    """Returns reads that fill tensors of the stored dtype with boxes of a stored tensor.
-
-    Args:
-        holders: See ``Wanted``.
-
-    Raises:
-        FormatError: Shards overlap or do not cover the boxes.
-    """
-    planned = plan_boxes(
-        path,
-        [shard.box for shard in shards],
-        [piece.box for piece in pieces],
-        itemsize=dtype.itemsize,
-        block_bytes=[shard.data.block_bytes for shard in shards],
-        disputed={number for number, shard in enumerate(shards) if shard.is_disputed},
-    )
-    return _box_reads(planned, shards, pieces, holders)
-
-
-def _destinations_of_pieces(pair: Pair, base: str) -> list[Destination]:
+def _destinations_of_pieces(pair: Pair, base: object) -> list[Destination]:
     pieces = () if pair.sharding is None else pair.sharding.pieces
     return [
         found
         for piece in pieces
         for found in destination(pair.entry.path, piece.tensor, base, origin=piece.box.offsets)
     ]
-
-
-def _box_reads(
-    planned: Sequence[BoxRead],
-    shards: Sequence[Shard],
-    pieces: Sequence[LocalPiece],
-    default: Ranks | None,
-) -> list[Wanted]:
-    """Returns reads for the boxes of pieces.
-
-    Pieces without holders get ``default``.
-    """
-    wanted: list[Wanted] = []
-    for read in planned:
-        shard = shards[read.stored]
-        filled = [pieces[number] for number in read.wanted]
-        nbytes = read.stop - read.start
-        tensor = filled[0].tensor
-        sink: ByteSink
-        if read.at is not None and is_addressable(tensor):
-            sink = HostMemory(tensor.data_ptr() + read.at, nbytes, tensor)
-        else:
-            sink = BoxSink(shard.box, read.start, nbytes, [(p.box, p.tensor) for p in filled])
-        holders = {default if piece.holders is None else piece.holders for piece in filled}
-        stored = slice_stored(shard.data, read.start, read.stop)
-        wanted.append(Wanted(stored, sink, holders.pop() if len(holders) == 1 else ()))
-    return wanted
-
-
-def slice_stored(data: Stored, start: int, stop: int) -> Stored:
-    """Both offsets are block boundaries."""
-    if stop - start == data.stop - data.start:
-        return data
-    block_bytes = data.block_bytes
-    blocks = data.crc32c[start // block_bytes : -(-stop // block_bytes)]
-    return Stored(data.object, data.start + start, data.start + stop, blocks)
 
 
 def _member(entry: TensorEntry | ViewEntry, target: Target | None) -> _Member:
@@ -383,7 +320,8 @@ def _add_members(
     if (start, stop) != (low, high):
         sinks = [ClippedSink(sink, low - start, stop - start) for sink in sinks]
     data = slice_stored(data, start, stop)
-    memory.reads.extend(Wanted(data, sink, _holders(match, base)) for sink in sinks)
+    for sink in sinks:
+        memory.reads.append(Wanted(data, sink, _holders(match, base)))
 
 
 def _find_sinks(memory: Allocation, nbytes: int, members: list[_Member]) -> list[ByteSink]:

@@ -81,12 +81,12 @@ def check_sharded(entry: ShardedEntry) -> torch.dtype | None:
     shape = entry.shape
     if prod([size for size in shape if size]) * itemsize >= _MAX_BYTES:
         fail(entry.path, f"no tensor has shape {shape}")
-    whole = Box.whole(shape)
-    for shard in entry.shards:
-        box = shard.box
-        nbytes = shard.data.stop - shard.data.start
-        if box.ndim != whole.ndim or not whole.contains(box) or box.volume * itemsize != nbytes:
-            fail(entry.path, f"{nbytes} bytes are no shard {box} of {entry.dtype} {shape}")
+    cut, sizes = entry.shards.cut, entry.shards.columns.sizes
+    if not cut.is_within(shape) or [n * itemsize for n in cut.volumes] != sizes.tolist():
+        whole = Box.whole(shape)
+        for box, nbytes in zip(cut.boxes, sizes, strict=True):
+            if box.ndim != whole.ndim or not whole.contains(box) or box.volume * itemsize != nbytes:
+                fail(entry.path, f"{nbytes} bytes are no shard {box} of {entry.dtype} {shape}")
     return dtype
 
 

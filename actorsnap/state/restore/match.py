@@ -444,8 +444,10 @@ def _add_leaf(found: Match, entry: AnyEntry) -> None:
             if target is not _UNWANTED and not _is_mismatch(found, path, stored, target):
                 found.values[path] = value
         case Elsewhere():
-            wanted = _find_target(found, entry)
-            assert wanted is _UNWANTED, f"{path!r} is wanted, and was not in the index"
+            target = _find_target(found, entry)
+            assert target is not _ABSENT, f"{path!r} is wanted, and was not in the index"
+            if target is not _UNWANTED:  # it has no elements on this rank
+                found.values[path] = target
 
 
 def _find_target(found: Match, entry: AnyEntry) -> Any:
