@@ -213,7 +213,7 @@ def test_a_hostile_metadata_is_not_executed(
     tmp_path: Path, hostile: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save({"model": {"w": torch.ones(3)}}, tmp_path)
-    changed(tmp_path, lambda found: vars(found).update(planner_data=hostile))
+    changed(tmp_path, lambda found: found.__dict__.update(planner_data=hostile))
     monkeypatch.chdir(tmp_path)
     name = "(posix.system|append|getattr)"
     with pytest.raises(UsageError, match=rf"\.metadata names .*{name}.*[Nn]othing .* executed"):
@@ -317,8 +317,8 @@ def _each_item(**fields: Any) -> Any:
         (_other_shape, r"shape \(4, 3\).*\(3, 4\)"),
         (_outside, r"shape \(4, 3\).*\(5, 3\)"),
         (lambda found: {"a": 1}, "no metadata"),
-        (lambda found: vars(found).update(state_dict_metadata=None), "no metadata"),
-        (lambda found: vars(found).update(storage_data={"a": 1}), "no metadata"),
+        (lambda found: found.__dict__.update(state_dict_metadata=None), "no metadata"),
+        (lambda found: found.__dict__.update(storage_data={"a": 1}), "no metadata"),
         (_each_item(relative_path="../x"), "no file in its folder"),
         (_each_item(offset=-1), "no metadata"),
     ],
