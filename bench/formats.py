@@ -18,7 +18,6 @@ from bench.local import (
     Contest,
     Need,
     Setting,
-    State,
     emit,
     facts_of,
     folder,
@@ -29,7 +28,7 @@ from bench.local import (
 )
 from bench.peers import Adapter, Dcp, TorchSave
 from bench.ranks import Parallel, dcp_save, fsdp, hold, plain, restore, two_d, two_d_flat
-from bench.state import llama
+from bench.state import State, llama
 from bench.world import World
 
 FORMATS: tuple[tuple[type[Adapter], str], ...] = ((Dcp, ""), (TorchSave, "state.pt"))

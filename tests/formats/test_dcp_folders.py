@@ -330,6 +330,24 @@ def test_contradictions(tmp_path: Path, change: Any, match: str) -> None:
         Snapshot(tmp_path).get_manifest()
 
 
+def test_a_shard_with_strides_is_refused(tmp_path: Path) -> None:
+    save({"model": {"a": torch.arange(12.0).view(3, 4).t()}}, tmp_path)
+
+    def make_shard(found: Any) -> None:
+        found.state_dict_metadata["model.a"].size = torch.Size([8, 3])
+
+    changed(tmp_path, make_shard)
+    with pytest.raises(UsageError, match=r"'model\.a'.*row by row"):
+        Snapshot(tmp_path).get_manifest()
+
+
+def test_metadata_of_a_rank_is_missing(tmp_path: Path) -> None:
+    save({"model": {"a": torch.ones(3)}}, tmp_path)
+    (tmp_path / ".metadata").rename(tmp_path / "__1.metadata")
+    with pytest.raises(ChecksumMismatch, match=r"__0\.metadata.*missing.*__1\.metadata"):
+        Snapshot(tmp_path).get_manifest()
+
+
 def test_missing_and_truncated_files(tmp_path: Path) -> None:
     save({"model": {"a": torch.ones(4, 3)}}, tmp_path)
     data = (tmp_path / "__0_0.distcp").read_bytes()
