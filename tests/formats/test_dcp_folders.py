@@ -284,6 +284,15 @@ def test_other_classes_are_refused_by_name(tmp_path: Path) -> None:
     assert (trusted.read_object("array")).tolist() == [0, 1, 2]
 
 
+def test_what_is_no_plain_value_is_refused_alone(tmp_path: Path) -> None:
+    save({"a": {"set": {1, 2}, "deep": ({1}, torch.ones(2)), "x": 1}}, tmp_path)
+    snapshot = Snapshot(tmp_path)
+    assert snapshot.read_object("a/x") == 1
+    for name in ("set", "deep"):
+        with pytest.raises(UsageError, match="set"):
+            snapshot.read_object(f"a/{name}")
+
+
 def _drop_item(found: Any) -> None:
     del found.storage_data[next(iter(found.storage_data))]
 
@@ -352,7 +361,7 @@ def test_missing_and_truncated_files(tmp_path: Path) -> None:
     save({"model": {"a": torch.ones(4, 3)}}, tmp_path)
     data = (tmp_path / "__0_0.distcp").read_bytes()
     (tmp_path / "__0_0.distcp").write_bytes(data[:-1])
-    with pytest.raises(FormatError, match=r"__0_0\.distcp.*truncated"):
+    with pytest.raises(FormatError, match=r"__0_0\.distcp.*truncated.*'model\.a' ends at"):
         Snapshot(tmp_path).get_manifest()
     (tmp_path / "__0_0.distcp").unlink()
     with pytest.raises(ChecksumMismatch, match=r"__0_0\.distcp.*missing.*\.metadata names"):
@@ -391,7 +400,11 @@ def test_a_marker_is_no_checkpoint(tmp_path: Path) -> None:
     dcp.save(
         {"a": torch.ones(3)}, storage_writer=ActorsnapWriter(tmp_path, marker=True), no_dist=True
     )
+    for path in tmp_path.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
     (tmp_path / "actorsnap.json").unlink()
+    assert [path.name for path in tmp_path.iterdir()] == [".metadata"]
     with pytest.raises(NotASnapshot):
         Snapshot(tmp_path).get_manifest()
 
@@ -445,8 +458,8 @@ def test_compressed_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(UsageError, match=r"'a\.x'.*stream\.zstd.*in place"):
         Snapshot(tmp_path / "tensors").get_manifest()
     save({"a": {"x": (torch.ones(3),)}}, tmp_path / "inside", _extensions=extensions)
-    with pytest.raises(UsageError, match=r"'a\.x'.*compressed"):
-        Snapshot(tmp_path / "inside").get_manifest()
+    with pytest.raises(UsageError, match=r"'a/x'.*compressed"):
+        Snapshot(tmp_path / "inside").read_object("a/x")
     monkeypatch.setattr(Zstd, "name", "stream.mine")
     save({"a": {"x": 1}}, tmp_path / "unknown", _extensions=extensions)
     with pytest.raises(UsageError, match=r"stream\.mine/1"):

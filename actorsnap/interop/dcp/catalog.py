@@ -239,7 +239,8 @@ class Catalog:
             is_item = self._types.get(parent) == "list"
             keys.append(key if is_item and isinstance(key, int) else str(key))
             parent = f"{parent}/{token}" if parent else token
-        if self._mark is not None and len(keys) > 1 and keys[0] == self._mark.key:
+        top = self._mark.key if self._mark is not None else ""
+        if top and len(keys) > 1 and keys[0] == top:
             del keys[0]
         return tuple(keys)
 

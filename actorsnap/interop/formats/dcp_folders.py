@@ -94,7 +94,7 @@ async def _metadata_of_ranks(place: Place) -> list[str]:
     found = [int(match[1]) for match in map(_OF_RANK.fullmatch, place.listed) if match]
     keys = [f"__{rank}.metadata" for rank in range(max(found, default=-1) + 1)]
     for key in keys:
-        await place.need(key, f"{keys[-1]} is one of")
+        await place.need(key, f"the save that made {keys[-1]} made, too")
     return keys
 
 
@@ -186,42 +186,64 @@ class _Describer:
         return self._description.manifest()
 
     def _add(self, path: str, leaf: Leaf, item: Item) -> None:
-        content = self._located.zips.get(item)
-        if content is None:
-            self._add_dense(path, leaf, item, self._of_safetensors(leaf, item))
-            return
-        name = f"{leaf.fqn!r:.200} in {item.file}"
-        try:
-            value, ghosts = self._unpickle(content, name)
-        except UsageError as error:
-            if item.box is not None:
-                raise
-            # The rest of the folder is as good as before.
-            self._description.refused(path, error)
-            return
-        for saved in ghosts.found.values():
-            content.archive.record(saved, name)
-            if saved.key not in content.starts:
-                raise UsageError(f"{name} is compressed, and has tensors in it. {_CONVERT}")
         if item.box is not None:
-            _check_tensor(value, item.box, name)
+            self._add_box(path, leaf, item, item.box)
+            return
+        entries = self._description.entries
+        before = len(entries)
+        try:
+            name = f"{leaf.fqn!r:.200} in {item.file}"
+            content = self._located.zips[item]
+            self._add_whole(path, item, content, *self._unpickle(content, name))
+        except UsageError as error:
+            # The rest of the folder is as good as before.
+            del entries[before:]
+            self._description.refused(path, error)
+
+    def _add_box(self, path: str, leaf: Leaf, item: Item, box: Box) -> None:
+        name = f"{leaf.fqn!r:.200} in {item.file}"
+        content = self._located.zips.get(item)
+        dense: _Dense | None
+        if content is None:
+            dense = self._of_safetensors(leaf, item, box)
+        else:
+            value, ghosts = self._unpickle(content, name)
+            _check_tensor(value, box, name)
             dense = _row_major(value, ghosts, content, item)
-            if dense is not None:
-                self._add_dense(path, leaf, item, dense)
-                return
-            if item.box.sizes != leaf.shape:
+        is_whole = box.sizes == leaf.shape
+        if dense is not None:
+            self._description.tensor(
+                path,
+                dense.dtype,
+                box.sizes,
+                self._description.stored(item.file, dense.start, dense.stop),
+                offsets=None if is_whole else box.offsets,
+                global_shape=None if is_whole else leaf.shape,
+            )
+        elif content is not None and is_whole:
+            self._add_whole(path, item, content, value, ghosts)
+        else:
+            raise UsageError(
+                f"{name}: the part at {box.offsets} is not stored row by row. {_CONVERT}"
+            )
+
+    def _add_whole(
+        self, path: str, item: Item, content: Content, value: Any, ghosts: Ghosts
+    ) -> None:
+        """Adds a value, perhaps with tensors in it, or a tensor that is no rows of elements."""
+        for saved in ghosts.found.values():
+            if saved.key not in content.starts:
                 raise UsageError(
-                    f"{name}: the part at {item.box.offsets} is not stored row by row. {_CONVERT}"
+                    f"{path!r} in {item.file} is compressed, and has tensors in it. {_CONVERT}"
                 )
 
         def stored(saved: SavedStorage, start: int, stop: int) -> Stored:
             begin = content.starts.get(saved.key, item.start)
             return self._description.stored(item.file, begin + start, begin + stop)
 
-        describer = StateDescriber(
-            self._description, ghosts, stored, allow_pickle=self._allow_pickle
+        StateDescriber(self._description, ghosts, stored, allow_pickle=self._allow_pickle).add(
+            {path: value}
         )
-        describer.add({path: value})
 
     def _unpickle(self, content: Content, name: str) -> tuple[Any, Ghosts]:
         pickled = content.archive.pickle
@@ -236,32 +258,21 @@ class _Describer:
             found = value, ghosts
             if not self._allow_pickle:  # plain values, which nothing changes
                 self._unpickled[pickled] = found
+        for saved in found[1].found.values():
+            content.archive.record(saved, name)
         return found
 
-    def _of_safetensors(self, leaf: Leaf, item: Item) -> _Dense:
+    def _of_safetensors(self, leaf: Leaf, item: Item, box: Box) -> _Dense:
         """Raises FormatError if the file lacks the part of the tensor."""
-        assert item.box is not None
         tensor = self._located.tensors[item.file].get(leaf.fqn)
         offsets = None if tensor is None else tensor.offsets or (0,) * len(tensor.shape)
-        if tensor is None or (offsets, tensor.shape) != (item.box.offsets, item.box.sizes):
+        if tensor is None or (offsets, tensor.shape) != (box.offsets, box.sizes):
             raise FormatError(
                 key=item.file,
-                detail=f"it lacks the part of {leaf.fqn!r:.200} at {item.box.offsets}: torch "
+                detail=f"it lacks the part of {leaf.fqn!r:.200} at {box.offsets}: torch "
                 "keeps only one part of a tensor per safetensors file",
             )
         return _Dense(tensor.dtype, tensor.start, tensor.stop)
-
-    def _add_dense(self, path: str, leaf: Leaf, item: Item, dense: _Dense) -> None:
-        assert item.box is not None
-        is_shard = item.box.sizes != leaf.shape
-        self._description.tensor(
-            path,
-            dense.dtype,
-            item.box.sizes,
-            self._description.stored(item.file, dense.start, dense.stop),
-            offsets=item.box.offsets if is_shard else None,
-            global_shape=leaf.shape if is_shard else None,
-        )
 
 
 def _check_tensor(value: Any, box: Box, name: str) -> None:
