@@ -23,6 +23,7 @@ from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.format.tables import check_disjoint, check_foreign_manifest
 from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, for_each
+from actorsnap.storage.joined import JoinedStorage, Piece
 
 logger = Log(__name__)
 
@@ -30,6 +31,7 @@ ENTRY_POINT_GROUP = "actorsnap.formats"
 
 _BUILT_IN = {
     "dcp": "actorsnap.interop.formats.dcp_folders:read",
+    "torchsnapshot": "actorsnap.interop.formats.torchsnapshot_folders:read",
     "safetensors": "actorsnap.interop.formats.safetensors_files:read",
     "torch": "actorsnap.interop.formats.torch_files:read",
 }
@@ -135,10 +137,12 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
             have 0 bytes; there are no checksums. ``attempt`` is of no meaning.
         metadata: See ``Snapshot.metadata``; any JSON object.
         step: Of the training, if the files tell.
+        joined: Objects of the manifests that are no files, but pieces of files.
     """
 
     format: str
     manifests: tuple[RankManifest, ...]
+    joined: Mapping[str, tuple[Piece, ...]] = {}
     metadata: dict[str, Any] = {}
     step: int | None = None
 
@@ -163,6 +167,11 @@ class OpenForeign(msgspec.Struct, frozen=True, kw_only=True):
     manifests: tuple[RankManifest, ...]
     files: Mapping[str, ObjectInfo]
     file: str
+    joined: Mapping[str, tuple[Piece, ...]]
+
+    def over(self, storage: Storage) -> Storage:
+        """Returns the storage of the manifests' objects."""
+        return JoinedStorage(storage, self.joined) if self.joined else storage
 
     def is_still(self, place: Place) -> bool:
         """Whether nothing at the place has changed since, as far as its listing shows."""
@@ -208,7 +217,11 @@ def _checked(found: Foreign, place: Place) -> OpenForeign:
         if manifest.rank != rank:
             raise FormatError(key=f"rank {rank}", detail=f"the reader returned {manifest.rank}")
         check_foreign_manifest(manifest)
-    check_disjoint(manifests)
+    pieces = {
+        key: [(piece.key, piece.start, piece.stop) for piece in pieces]
+        for key, pieces in found.joined.items()
+    }
+    check_disjoint(manifests, pieces)
     newest_s = max([info.modified_s for info in place.used.values()], default=0.0)
     commit = Commit(
         version=NOT_OURS,
@@ -223,13 +236,14 @@ def _checked(found: Foreign, place: Place) -> OpenForeign:
         manifests=manifests,
         files=dict(place.used),
         file=place.file,
+        joined=found.joined,
     )
 
 
 def _digest(found: Foreign) -> str:
     """Returns a name for the content of an index: ranks compare it."""
     # Times differ between copies of a file.
-    encoded = msgspec.msgpack.encode(found.manifests, enc_hook=repr)
+    encoded = msgspec.msgpack.encode((found.manifests, found.joined), enc_hook=repr)
     return blake2b(encoded, digest_size=8).hexdigest()
 
 

@@ -60,7 +60,7 @@ class Saver:
         open_storage: Opens the location that the coordinator names; the caller owns the storage.
         remembered: The plan of the group's last save, with its digest.
         has_owners: The snapshot has an owner index.
-        owners: Returns it; for the rank that stores it.
+        owners: Returns it, or None to commit without it; for the rank that stores it.
 
     Attributes:
         remembered: For the next save; None before this one has a plan.
@@ -76,7 +76,7 @@ class Saver:
         open_storage: Callable[[Assignment], Awaitable[Storage]],
         remembered: tuple[bytes, RankPlan] | None = None,
         has_owners: bool = False,
-        owners: Callable[[], bytes] | None = None,
+        owners: Callable[[], bytes | None] | None = None,
     ) -> None:
         self.remembered: tuple[bytes, RankPlan] | None = None
         self._context = context
@@ -329,12 +329,13 @@ class Saver:
             row.note(Work.MANIFEST, key, 0, len(data))
         return ManifestStored(len(data))
 
-    async def _store_owners(self, objects: RankObjects, owners: Callable[[], bytes]) -> None:
+    async def _store_owners(self, objects: RankObjects, owners: Callable[[], bytes | None]) -> None:
         key = owners_key(objects.assignment.attempt)
         with self._during(Stage.STORE, key), self._recorder.row("objects") as row:
             data = await self._errands.run_blocking(owners)
-            await objects.put(key, data)
-            row.note(Work.MANIFEST, key, 0, len(data))
+            if data is not None:
+                await objects.put(key, data)
+                row.note(Work.MANIFEST, key, 0, len(data))
 
     def _take_outline(self) -> Outline | None:
         return self._captured.outline if self._has_owners else None

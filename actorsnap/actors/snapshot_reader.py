@@ -175,6 +175,8 @@ class SnapshotReader:
         known = self.known
         is_same = known is not None and known.commit.attempt == self.attempt
         self.foreign = known if is_same else None
+        if self.foreign is not None:
+            self.storage = self.foreign.over(self.storage)
 
     async def commit(self) -> Commit:
         """Reads the commit object; of another format, what stands for it.
@@ -194,6 +196,7 @@ class SnapshotReader:
             if self.foreign is None:
                 raise
         self.attempt = self.foreign.commit.attempt
+        self.storage = self.foreign.over(self.storage)
         return self.foreign.commit
 
     async def own_commit(self) -> Commit:

@@ -135,6 +135,11 @@ class Commit(Strict, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_N
         """Returns what an older commit object says of a rank's manifest."""
         return self.manifests[rank] if self.manifests else None
 
+    def without_owners(self) -> Commit:
+        """Returns the commit object without the owner index."""
+        features = tuple([each for each in self.features if each != "owners"])
+        return msgspec.structs.replace(self, features=features)
+
 
 class SaveRecord(Strict, frozen=True, kw_only=True):
     """The commit object's fields in a rank manifest, from which it can be rewritten.

@@ -264,7 +264,7 @@ class ManifestTable:
 
 
 def _has_containers(entries: Iterable[Entry]) -> bool:
-    return any([isinstance(entry, ContainerEntry) for entry in entries])
+    return ContainerEntry in map(type, entries)
 
 
 def _hashes_of(paths: Iterable[str]) -> tuple[int, ...]:
@@ -423,8 +423,13 @@ def check_foreign_manifest(manifest: RankManifest) -> None:
     _check_together(manifest.entries, key)
 
 
-def check_disjoint(manifests: Iterable[RankManifest]) -> None:
+def check_disjoint(
+    manifests: Iterable[RankManifest], joined: Mapping[str, Sequence[tuple[str, int, int]]]
+) -> None:
     """Checks that leaves of another format have the same bytes, or none in common.
+
+    Args:
+        joined: Objects that are no files: key, start and stop of each of their pieces.
 
     Raises:
         FormatError: Two leaves overlap. Names them.
@@ -434,8 +439,9 @@ def check_disjoint(manifests: Iterable[RankManifest]) -> None:
         for entry in manifest.entries:
             if isinstance(entry, TensorEntry | BytesEntry) and entry.data.start < entry.data.stop:
                 data = entry.data
-                place = manifest.objects[data.object].key, data.start, data.stop
-                places.setdefault(place, entry.path)
+                key = manifest.objects[data.object].key
+                for place in joined.get(key, [(key, data.start, data.stop)]):
+                    places.setdefault(place, entry.path)
     last, end, before = "", 0, ""
     for (name, start, stop), path in sorted(places.items()):
         if name == last and start < end:

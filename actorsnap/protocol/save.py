@@ -241,12 +241,11 @@ class SaveDecisions:
         """Returns the owner index. Once ranks may store; blocks, for a worker thread.
 
         Raises:
-            FormatError: It exceeds a limit of the format.
+            FormatError: It exceeds a limit of the format: no reader would take it.
         """
         common = self._common
         deflated = self._memory.owners(self._structures, common.rules)
         data = encode_owners(common.attempt, len(self._joined), deflated)
-        # Raises, rather than commit what no reader would take.
         decode_owners(data, attempt=common.attempt, world_size=len(self._joined))
         return data
 

@@ -8,6 +8,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 
 import anyio
 import anyio.abc
@@ -300,7 +301,8 @@ class LocalEngine:
             coordinator, committer, decisions = self._make_coordinator(
                 context, ends.coordinator, fsync=fsync
             )
-            owners = decisions.owners if save.world_size > 1 else None
+            if save.world_size > 1:
+                owners = partial(self._owners, decisions, committer)
         saver = self._make_saver(context, ends.participant, owners)
         self._saver = saver
         if save.cancel_reason is not None:
@@ -324,6 +326,19 @@ class LocalEngine:
             raise self._to_error(failure)
         return committer
 
+    def _owners(self, decisions: SaveDecisions, committer: CommitActor | None) -> bytes | None:
+        """Returns the owner index; None where readers must do without: a save does not fail for it.
+
+        On a worker thread, before the commit.
+        """
+        try:
+            return decisions.owners()
+        except FormatError as error:
+            assert committer is not None
+            committer.commit_object = committer.commit_object.without_owners()
+            logger.warning("%s; the snapshot has no owner index", error)
+            return None
+
     def _make_context(self) -> SaveContext:
         save, host = self.save, self._host
         return SaveContext(
@@ -343,7 +358,7 @@ class LocalEngine:
         )
 
     def _make_saver(
-        self, context: SaveContext, end: ParticipantEnd, owners: Callable[[], bytes] | None
+        self, context: SaveContext, end: ParticipantEnd, owners: Callable[[], bytes | None] | None
     ) -> Saver:
         save, captured = self.save, self.captured
         self.captured = None

@@ -200,8 +200,7 @@ class _Recovery:
                 raise error
         except FormatError as error:
             logger.warning("%s; the snapshot is recovered without it", error)
-            features = tuple([each for each in commit.features if each != "owners"])
-            return msgspec.structs.replace(commit, features=features)
+            return commit.without_owners()
         return commit
 
     async def write(self, target: Storage, commit: Commit) -> None:

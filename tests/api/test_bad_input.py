@@ -493,12 +493,6 @@ def _write_dcp(path: Path) -> None:
         save({"w": torch.ones(3)}, checkpoint_id=path, no_dist=True)
 
 
-def _write_torchsnapshot(path: Path) -> None:
-    (path / "0" / "model").mkdir(parents=True)
-    (path / "0" / "model" / "weight").write_bytes(b"1234")
-    (path / ".snapshot_metadata").write_text("version: 0.1.0\n")
-
-
 def _write_orbax(path: Path) -> None:
     path.mkdir()
     (path / "config.json").write_text("{}")
@@ -516,7 +510,6 @@ def _delete(path: Path) -> None:
 
 FOREIGN = [
     (_write_dcp, r"\(DCP\) checkpoint, .*: torch\.distributed\.checkpoint\.load reads it"),
-    (_write_torchsnapshot, r"torchsnapshot snapshot.*: torchsnapshot\.Snapshot\.restore reads it"),
     (_write_orbax, r"Orbax checkpoint.*: orbax\.checkpoint reads it"),
     (_write_torch_save, r"'last\.pt', which another program wrote: open the file by its own path"),
 ]

@@ -184,11 +184,25 @@ CALLS: dict[str, tuple[Prepare, Perform, frozenset[str]]] = {
     "restore_unverified": (a_snapshot, restore_unverified, frozenset({"aclose"})),
     "read_object": (a_snapshot, read_object, frozenset({"aclose"})),
     "verify": (a_snapshot, verify, frozenset({"aclose"})),
+    "verify_unlisted": (a_snapshot, verify, frozenset({"aclose"})),
     "copy_from": (a_snapshot, copy_from, frozenset({"aclose"})),
     "copy_to": (nothing, copy_to, CLEANUP - {"list", "list_folders"}),
     "delete": (a_snapshot, delete, frozenset({"aclose"})),
 }
 """Per call: what lies at its place, the call, and the verbs that it can do without."""
+
+
+class _Unlisted(Wrapper):
+    """A list has no data objects, as if they were links."""
+
+    async def list(self, prefix: str) -> AsyncIterator[ObjectInfo]:
+        async for info in super().list(prefix):
+            if "/data/" not in info.key:
+                yield info
+
+
+def _below(call: str, inner: Storage) -> Storage:
+    return _Unlisted(inner) if call == "verify_unlisted" else inner
 
 
 async def _play(call: str, verb: str, kind: str, *, has_blocking_io: bool = True) -> bool:
@@ -200,7 +214,8 @@ async def _play(call: str, verb: str, kind: str, *, has_blocking_io: bool = True
     opened: list[Raising] = []
 
     def wrap(inner: Storage) -> Storage:
-        opened.append(Raising(inner, verb, KINDS[kind], has_blocking_io=has_blocking_io))
+        below = _below(call, inner)
+        opened.append(Raising(below, verb, KINDS[kind], has_blocking_io=has_blocking_io))
         return opened[0]
 
     error: ActorSnapError | None = None
@@ -277,7 +292,8 @@ async def test_all_odd_endings(call: str, kind: str) -> None:
         ("restore_unverified", "read_into"),
         ("read_object", "read_into"),
         ("verify", "read_into"),
-        ("verify", "stat"),
+        ("verify", "list"),
+        ("verify_unlisted", "stat"),
         ("verify", "get"),
         ("copy_from", "read_into"),
         ("copy_to", "write_at"),
@@ -294,7 +310,8 @@ async def test_what_moves_bytes_counts_them(
     await prepare(there)
 
     def wrap(inner: Storage) -> Storage:
-        return Raising(inner, verb, KINDS["CancelledError"], has_blocking_io=False)
+        below = _below(call, inner)
+        return Raising(below, verb, KINDS["CancelledError"], has_blocking_io=False)
 
     with faulty(wrap), pytest.raises((ActorSnapError, RuntimeError), match=r"\w") as caught:
         await perform(faulty_url(there), there)
@@ -465,7 +482,7 @@ async def test_a_group_with_a_cancellation(call: str, verb: str, tmp_path: Path)
 
 async def test_every_verb_is_called_by_some_call() -> None:
     called: set[str] = set()
-    for call in ("take", "resume", "async_take", "restore", "verify", "delete"):
+    for call in ("take", "resume", "async_take", "restore", "verify_unlisted", "delete"):
         for verb in VERBS:
             if verb not in called and await _play(call, verb, "RuntimeError"):
                 called.add(verb)

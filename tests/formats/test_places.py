@@ -22,11 +22,12 @@ from actorsnap.actors import formats
 from actorsnap.actors.fetcher import FetcherPool
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import FormatError
+from actorsnap.format.manifest import Commit
 from actorsnap.interop.dcp import ActorsnapReader
-from actorsnap.interop.dcp.reader import load_catalog
 from actorsnap.interop.formats.describing import Description, path_of
 from actorsnap.runtime.reading import each_pair
 from actorsnap.runtime.script import drive_sync, run_sync
+from actorsnap.runtime.source import OpenSource
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import find_opener
 from actorsnap.testing import run_blocking_in_thread
@@ -119,6 +120,7 @@ async def test_symbolic_links(tmp_path: Path) -> None:
         (snapshot / path.name).symlink_to(blobs / str(number))
     await Snapshot(snapshot).restore({"model": model})
     assert is_same(model, saved)
+    assert (await Snapshot(snapshot).verify("full")).ok
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -283,8 +285,12 @@ def test_a_file_beside_a_snapshot(tmp_path: Path) -> None:
     sync.Snapshot.take(tmp_path, {"model": torch.nn.Linear(1, 1)})
     torch.save({"w": torch.arange(3)}, tmp_path / "x.pt")
     snapshot = sync.Snapshot(tmp_path / "x.pt")
-    catalog = drive_sync(load_catalog(snapshot._source, 0))
-    assert "model.w" in catalog.paths
+
+    async def twice(opened: OpenSource) -> list[Commit]:
+        return [await opened.reader.commit(), await opened.reader.commit()]
+
+    first, second = drive_sync(snapshot._source.perform("read", twice))
+    assert first == second
     target = {"model": {"w": torch.zeros(3, dtype=torch.int64)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

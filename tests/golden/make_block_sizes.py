@@ -52,7 +52,7 @@ def make(folder: Path) -> None:
     with (
         mock.patch.object(Attempts, "new", return_value=attempt),
         mock.patch.object(checksum_ledger, "choose_block_bytes", block_bytes_of_a_shard),
-        mock.patch.object(local_engine, "_utc", return_value="2026-01-01T00:00:00.000000Z"),
+        mock.patch.object(local_engine, "utc", return_value="2026-01-01T00:00:00.000000Z"),
     ):
         # A chunk ends inside of the larger ones.
         Snapshot.take(folder, app_state(), options=Options(fsync=False, chunk_bytes=2 << 20))

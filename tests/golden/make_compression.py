@@ -53,7 +53,7 @@ def make(folder: Path) -> None:
     attempt = Attempt(created_s=1_767_225_600, host="00000000", pid=1, nonce="00000000")
     with (
         mock.patch.object(Attempts, "new", return_value=attempt),
-        mock.patch.object(local_engine, "_utc", return_value="2026-01-01T00:00:00.000000Z"),
+        mock.patch.object(local_engine, "utc", return_value="2026-01-01T00:00:00.000000Z"),
     ):
         options = Options(fsync=False, chunk_bytes=2 << 20, compression="zstd:6")
         Snapshot.take(folder, app_state(), options=options)

@@ -198,7 +198,7 @@ def make(folder: Path) -> None:
     attempt = Attempt(created_s=1_767_225_600, host="00000000", pid=1, nonce="00000000")
     with (
         mock.patch.object(Attempts, "new", return_value=attempt),
-        mock.patch.object(local_engine, "_utc", return_value="2026-01-01T00:00:00.000000Z"),
+        mock.patch.object(local_engine, "utc", return_value="2026-01-01T00:00:00.000000Z"),
         # Keys of less than 1 MiB share an object. This is to be small, and to have several.
         mock.patch.object(packing, "_SMALL_KEY_BYTES", 1000),
     ):

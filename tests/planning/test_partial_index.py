@@ -56,8 +56,12 @@ class Reader:
         kept = [e for e in self.manifests[rank].entries if wants is None or wants(e.path)]
         return replace(self.manifests[rank], entries=tuple(kept))
 
-    async def entries(self, commit: Commit, rank: int, paths: Collection[str]) -> RankManifest:
-        return await self.manifest(commit, rank, lambda path: path in paths)
+    async def entries(
+        self, commit: Commit, rank: int, paths: Collection[str], *, with_containers: bool = False
+    ) -> RankManifest:
+        containers = {e.path for e in self.manifests[rank].entries if type(e) is ContainerEntry}
+        wanted = {*paths, *containers} if with_containers else {*paths}
+        return await self.manifest(commit, rank, wanted.__contains__)
 
 
 async def _now(function: Callable[..., Any], *args: Any) -> Any:

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 from actorsnap.actors import staging
 from actorsnap.errors import SnapshotAborted
+from actorsnap.format import owners
 from actorsnap.options import Options
 from actorsnap.state.sources import gather
 from actorsnap.sync import Snapshot
 from tests.ranks.models import STATES, full, step
 from tests.worlds import Rank, World
 
-__all__ = ["direct_lose", "direct_take", "direct_train_on"]
+__all__ = ["direct_lose", "direct_take", "direct_take_without_index", "direct_train_on"]
 
 
 def take(me: Rank, kind: str, path: str, folder: str) -> dict[str, Any]:
@@ -118,5 +119,33 @@ def direct_lose(num_ranks: int, path: str) -> list[Any]:
     world = World(num_ranks, lose, path=path)
     try:
         return [rank.result() for rank in world.ranks[:-1]]
+    finally:
+        world.end()
+
+
+def take_without_index(me: Rank, path: str) -> dict[str, Any]:
+    """Saves what an owner index cannot describe within its limits, and restores it."""
+    me.join_gloo()
+    owners.MAX_TOTAL_STEPS = 0
+    state = STATES["fsdp2"]()
+    expected = {key: full(value.state_dict()) for key, value in state.items()}
+    snapshot = Snapshot.take(path, state)
+    is_ok = snapshot.verify("full").ok
+    with torch.no_grad():
+        for parameter in state["model"].parameters():
+            parameter.zero_()
+    snapshot.restore(state)
+    found = {key: full(value.state_dict()) for key, value in state.items()}
+    is_same = all(
+        torch.equal(found["model"][name], tensor) for name, tensor in expected["model"].items()
+    )
+    dist.destroy_process_group()
+    return {"is_ok": is_ok, "is_same": is_same}
+
+
+def direct_take_without_index(num_ranks: int, path: str) -> list[Any]:
+    world = World(num_ranks, take_without_index, path=path)
+    try:
+        return world.results()
     finally:
         world.end()

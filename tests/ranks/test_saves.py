@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from actorsnap.errors import FormatError
+from actorsnap.format.manifest import COMMIT_KEY, decode_commit
 from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
 from tests.ranks.models import MODULES
@@ -82,6 +83,14 @@ def test_what_ranks_hold_is_what_is_stored(
                 else:
                     stored = found.tensors[name]
                 torch.testing.assert_close(stored, value, rtol=0, atol=0, msg=name)
+
+
+def test_a_save_does_not_fail_for_its_owner_index(director: Director, tmp_path: Path) -> None:
+    path = tmp_path / "snapshot"
+    said = director.play("direct_take_without_index", num_ranks=2, path=str(path))
+    assert said == [{"is_ok": True, "is_same": True}] * 2
+    assert "owners" not in decode_commit((path / COMMIT_KEY).read_bytes()).features
+    assert not [*path.rglob("owners.json")]
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from actorsnap.actors.formats import Place
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.layout import dtype_itemsize
 from actorsnap.format.manifest import (
+    BytesEntry,
     ContainerEntry,
     ContainerType,
     Entry,
@@ -21,6 +22,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.state import objects
 from actorsnap.state.tree import escape
+from actorsnap.storage.joined import Piece
 
 DEFAULT_KEY = "model"
 """Top-level key of a checkpoint that has no top level: tensors by name."""
@@ -39,15 +41,26 @@ class Description:
         self._numbers: dict[str, int] = {}
         self._objects: list[ObjectRecord] = []
         self.entries: list[Entry] = []
+        self.joined: dict[str, tuple[Piece, ...]] = {}
 
     def stored(self, key: str, start: int, stop: int) -> Stored:
         """Returns bytes ``[start, stop)`` of a file that ``Place.find`` has found."""
         number = self._numbers.get(key)
         if number is None:
-            number = self._numbers[key] = len(self._objects)
-            size = self._place.used[key].size
-            self._objects.append(ObjectRecord(key=key, size=size, header_bytes=0, header_crc32c=0))
+            number = self._add_object(key, self._place.used[key].size)
         return Stored(number, start, stop, ())
+
+    def stored_in_pieces(self, key: str, pieces: Sequence[Piece]) -> Stored:
+        """Returns bytes that are in several files; ``key`` is a new name, for all of them."""
+        assert key not in self._numbers
+        self.joined[key] = tuple(pieces)
+        size = sum([piece.stop - piece.start for piece in pieces])
+        return Stored(self._add_object(key, size), 0, size, ())
+
+    def _add_object(self, key: str, size: int) -> int:
+        number = self._numbers[key] = len(self._objects)
+        self._objects.append(ObjectRecord(key=key, size=size, header_bytes=0, header_crc32c=0))
+        return number
 
     def tensor(
         self,
@@ -107,6 +120,10 @@ class Description:
     def refused(self, path: str, reason: UsageError) -> None:
         """Adds a value that raises ``reason`` when it is restored, read or copied."""
         self.entries.append(ValueEntry(path=path, value=objects.Refused(str(reason))))
+
+    def pickled(self, path: str, stored: Stored, **fields: Any) -> None:
+        """Adds a whole file of ``torch.save``, which is read only if the caller allows pickles."""
+        self.entries.append(BytesEntry(path=path, type="pickle", data=stored, **fields))
 
     def manifest(self, optimizers: Mapping[str, str] | None = None) -> RankManifest:
         return RankManifest(

@@ -155,6 +155,7 @@ class StateDescriber:
     Args:
         ghosts: Of the pickle.
         locate: Returns the place of bytes ``[start, stop)`` of a storage.
+        replicated: Whether all ranks may read it.
     """
 
     def __init__(
@@ -164,23 +165,25 @@ class StateDescriber:
         locate: Callable[[SavedStorage, int, int], Stored],
         *,
         allow_pickle: bool,
+        replicated: bool = False,
     ) -> None:
         self._description = description
         self._ghosts = ghosts
         self._locate = locate
         self._allow_pickle = allow_pickle
+        self._replicated = replicated
         self._dense: dict[str, list[_Dense]] = {}
 
     def add(self, states: Mapping[str, Any]) -> None:
-        """Adds states by escaped path. Call it once.
+        """Adds states by path. Call it once.
 
         Raises:
             UsageError: A leaf is no tensor and no plain value. Names it.
             FormatError: A tensor is not in its storage.
         """
         leaves: list[tuple[str, object]] = []
-        for at, state in states.items():
-            for path, value in zip(*flatten(at, state), strict=True):
+        for root, state in states.items():
+            for path, value in zip(*flatten(root, state), strict=True):
                 if isinstance(value, torch.Tensor):
                     leaves += self._dense_of(path, value)
                 else:
@@ -196,7 +199,9 @@ class StateDescriber:
                 attributes = objects.encode_inline(value.metadata, path)
                 self._description.container(path, value.type, attributes=attributes)
             else:
-                self._description.value(path, value, allow_pickle=self._allow_pickle)
+                self._description.value(
+                    path, value, allow_pickle=self._allow_pickle, replicated=self._replicated
+                )
 
     def _dense_of(self, path: str, tensor: torch.Tensor) -> list[tuple[str, object]]:
         """Returns a dense tensor; or a composite, and its parts."""
@@ -225,6 +230,7 @@ class StateDescriber:
             },
             type=tensor_type(tensor),
             requires_grad=tensor.requires_grad,
+            replicated=self._replicated,
         )
         named = [(part_path(path, name), part) for name, part in parts]
         return [(path, entry), *[(part, self._add_dense(part, value)) for part, value in named]]
@@ -276,7 +282,13 @@ class StateDescriber:
         base = next((member for member in cluster if member.fills(start, stop)), None)
         if base is None:
             of = part_path(cluster[0].path, "storage")
-            whole = TensorEntry(path=of, dtype="uint8", shape=(stop - start,), data=stored)
+            whole = TensorEntry(
+                path=of,
+                dtype="uint8",
+                shape=(stop - start,),
+                data=stored,
+                replicated=self._replicated,
+            )
             entries[cluster[0].path] = [whole]
         else:
             of = base.path
@@ -288,6 +300,7 @@ class StateDescriber:
                     data=stored,
                     type=tensor_type(base.tensor),
                     requires_grad=base.tensor.requires_grad,
+                    replicated=self._replicated,
                 )
             ]
         for member in cluster:
@@ -301,5 +314,6 @@ class StateDescriber:
                     offset=member.start - start,
                     type=tensor_type(member.tensor),
                     requires_grad=member.tensor.requires_grad,
+                    replicated=self._replicated,
                 )
                 entries.setdefault(member.path, []).append(view)

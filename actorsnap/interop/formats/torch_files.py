@@ -6,7 +6,7 @@ format has its pickles first: they are read until they are complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -16,7 +16,7 @@ import msgspec
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import ActorSnapError, FormatError, UsageError
 from actorsnap.format.foreign import LEGACY_MAGIC
-from actorsnap.format.manifest import RankManifest, Stored
+from actorsnap.format.manifest import Stored
 from actorsnap.interop.formats.describing import Description
 from actorsnap.interop.formats.pickles import (
     Ghosts,
@@ -44,8 +44,27 @@ _AT_ONCE = 16
 _FIRST_BYTES = 1 << 20
 """Of the older format, read first."""
 
+_SMALL_BYTES = 64 << 10
+"""A file that is read at once."""
+
 _COUNT_BYTES = 8
 """Before each storage of the older format: its number of elements."""
+
+
+class SavedFile(msgspec.Struct, frozen=True, eq=False):
+    """A file of ``torch.save`` without its data; ``starts``: where each storage begins."""
+
+    key: str
+    state: Any
+    ghosts: Ghosts
+    starts: Mapping[str, int]
+
+    def stored(
+        self, description: Description, saved: SavedStorage, start: int, stop: int
+    ) -> Stored:
+        """Returns the place of bytes ``[start, stop)`` of a storage."""
+        begin = self.starts.get(saved.key, 0)
+        return description.stored(self.key, begin + start, begin + stop)
 
 
 async def read(place: Place) -> Foreign | None:
@@ -58,10 +77,12 @@ async def read(place: Place) -> Foreign | None:
         key, head = _NAME, await place.get(_NAME, 0, min(info.size, 512))
     await place.find(key)
     if head.startswith(ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
-        return await _read_zip(place, key)
-    if head.startswith(LEGACY_MAGIC):
-        return await _read_legacy(place, key)
-    return None
+        saved = await read_zip(place, key, allow_pickle=place.allow_pickle)
+    elif head.startswith(LEGACY_MAGIC):
+        saved = await _read_legacy(place, key)
+    else:
+        return None
+    return await place.run_blocking(_describe, place, saved)
 
 
 class Archive(msgspec.Struct, frozen=True):
@@ -119,13 +140,19 @@ def read_archive(size: int, key: str, **tail_bytes: int) -> Reading[Archive]:
     return Archive(pickled, storages)
 
 
-async def _read_zip(place: Place, key: str) -> Foreign:
+async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
+    """Reads a zip file that ``Place.find`` has found, all but its tensors.
+
+    Raises:
+        UsageError: It needs something that is not allowed. Names it.
+        FormatError: It is damaged.
+    """
     size = place.used[key].size
-    read = partial(place.get, key)
+    read = await _reader(place, key, size)
     archive = await answered(read_archive(size, key), read)
     ghosts = Ghosts()
     state = await place.run_blocking(
-        partial(unpickle, BytesIO(archive.pickle), ghosts, key, allow_pickle=place.allow_pickle)
+        partial(unpickle, BytesIO(archive.pickle), ghosts, key, allow_pickle=allow_pickle)
     )
     starts: dict[str, int] = {}
 
@@ -134,7 +161,19 @@ async def _read_zip(place: Place, key: str) -> Foreign:
         starts[name] = (await answered(locate(record, size, key), read)).start
 
     await for_each(list(ghosts.found), find, at_once=_AT_ONCE)
-    return await place.run_blocking(_describe, place, key, state, ghosts, starts)
+    return SavedFile(key, state, ghosts, starts)
+
+
+async def _reader(place: Place, key: str, size: int) -> Callable[[int, int], Awaitable[bytes]]:
+    """Reads a small file at once: most requests are for a few bytes."""
+    if size > _SMALL_BYTES:
+        return partial(place.get, key)
+    data = await place.get(key, 0, size)
+
+    async def read(start: int, stop: int) -> bytes:
+        return data[start:stop]
+
+    return read
 
 
 def _check_order(order: bytes, key: str) -> None:
@@ -145,7 +184,7 @@ def _check_order(order: bytes, key: str) -> None:
         )
 
 
-async def _read_legacy(place: Place, key: str) -> Foreign:
+async def _read_legacy(place: Place, key: str) -> SavedFile:
     size = place.used[key].size
     data = b""
     while True:
@@ -160,7 +199,7 @@ async def _read_legacy(place: Place, key: str) -> Foreign:
             if stop == size:
                 raise
         else:
-            return await place.run_blocking(_describe, place, key, state, ghosts, starts)
+            return SavedFile(key, state, ghosts, starts)
 
 
 def _parse_legacy(
@@ -192,16 +231,14 @@ def _parse_legacy(
     return state, starts
 
 
-def _describe(
-    place: Place, key: str, state: Any, ghosts: Ghosts, starts: dict[str, int]
-) -> Foreign:
+def _describe(place: Place, saved: SavedFile) -> Foreign:
     description = Description(place)
-
-    def stored(saved: SavedStorage, start: int, stop: int) -> Stored:
-        begin = starts.get(saved.key, 0)
-        return description.stored(key, begin + start, begin + stop)
-
-    describer = StateDescriber(description, ghosts, stored, allow_pickle=place.allow_pickle)
-    describer.add({escape(name): value for name, value in top_level(state).items()})
-    manifest: RankManifest = description.manifest()
-    return Foreign(format="torch.save", manifests=(manifest,))
+    describer = StateDescriber(
+        description,
+        saved.ghosts,
+        partial(saved.stored, description),
+        allow_pickle=place.allow_pickle,
+    )
+    states = top_level(saved.state)
+    describer.add({escape(name): state for name, state in states.items()})
+    return Foreign(format="torch.save", manifests=(description.manifest(),))

@@ -1,0 +1,67 @@
+"""torchsnapshot's own statefuls."""
+
+from __future__ import annotations
+
+from collections import UserDict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+class StateDict(UserDict[str, Any]):
+    """A dict that is a ``Stateful``. A restore adds and replaces keys, and removes none."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.data
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self.data.update(state_dict)
+
+
+class RNGState:
+    """torch's random generator on the CPU.
+
+    ``take`` saves its state from before the call, and leaves it as it was; ``restore`` sets it
+    after all other statefuls: the numbers after both are the same. At most one per app state.
+    """
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"rng_state": torch.get_rng_state()}
+
+    def load_state_dict(self, state_dict: Mapping[str, torch.Tensor]) -> None:
+        torch.set_rng_state(state_dict["rng_state"])
+
+
+class _Held:
+    """Stands for a stateful: saves what it had, and keeps what is loaded."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict
+
+
+@contextmanager
+def generator_held(app_state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yields an app state to save or restore. At the end the generator has the state in it.
+
+    Raises:
+        RuntimeError: There are several ``RNGState``.
+    """
+    copied = dict(app_state)
+    keys = [key for key, stateful in copied.items() if isinstance(stateful, RNGState)]
+    if len(keys) > 1:
+        raise RuntimeError(f"Multiple RNGState objects in app state: {keys}")
+    if not keys:
+        yield copied
+        return
+    generator = copied[keys[0]]
+    held = copied[keys[0]] = _Held(generator.state_dict())
+    yield copied
+    generator.load_state_dict(held.state)

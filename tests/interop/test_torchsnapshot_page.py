@@ -1,0 +1,27 @@
+"""What docs/migrating.md shows of torchsnapshot is what happens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actorsnap.sync import Snapshot
+from tests.pages import ROOT, all_blocks
+
+
+def test_the_page(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = (ROOT / "docs" / "migrating.md").read_text()
+    section = text.partition("\n## torchsnapshot\n")[2].partition("\n## ")[0]
+    model = torch.nn.Linear(2, 2)
+    names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
+    (_, code), (_, printed) = all_blocks(section)
+    exec(compile(code, "docs/migrating.md", "exec"), names)
+    assert capsys.readouterr().out == printed
+    for step in (100, 200):
+        assert Snapshot(f"ckpt/step-{step}").verify("full").ok
