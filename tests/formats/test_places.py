@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch.distributed.checkpoint import state_dict_loader
 
 from actorsnap import NotASnapshot, Options, Snapshot, SnapshotReplaced, UsageError, sync
@@ -29,7 +31,13 @@ from actorsnap.runtime.source import OpenSource
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import find_opener
 from actorsnap.testing import run_blocking_in_thread
-from tests.formats.checkpoints import is_same, make_model, write_repo, write_safetensors
+from tests.formats.checkpoints import (
+    is_same,
+    make_model,
+    training_state,
+    write_repo,
+    write_safetensors,
+)
 from tests.servers.base import GcsServer, S3Server, Server
 
 
@@ -77,6 +85,24 @@ async def test_far_away(tmp_path: Path, far: tuple[str, dict[str, Any]]) -> None
     assert (await Snapshot(f"{url}-3", storage_options=options).verify("full")).ok
     with pytest.raises(NotASnapshot, match="nothing is there"):
         await Snapshot(f"{url}/absent.pt", storage_options=options).get_manifest()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+async def test_a_dcp_folder_far_away(tmp_path: Path, far: tuple[str, dict[str, Any]]) -> None:
+    url, options = far
+    model, optimizer, saved = training_state(0)
+    await asyncio.to_thread(
+        torch.distributed.checkpoint.save,  # type: ignore[attr-defined]
+        saved,
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    await put_files(tmp_path, url, options)
+    other, another, _ = training_state(1)
+    snapshot = Snapshot(url, storage_options=options)
+    await snapshot.restore({"model": other, "optimizer": another})
+    assert is_same(other, model)
+    assert str(another.state_dict()) == str(optimizer.state_dict())
 
 
 REPO_FILE = "model-00001-of-00002.safetensors"
