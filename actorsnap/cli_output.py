@@ -33,7 +33,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.index import named_entries
 from actorsnap.runtime.verify import VerifyReport
-from actorsnap.state.objects import decode_inline
+from actorsnap.state.objects import Opaque, Refused, decode_inline
 from actorsnap.state.tensors import bytes_of
 from actorsnap.state.tree import flatten, parent_of, unflatten
 
@@ -215,7 +215,9 @@ def describe(leaf: ListedLeaf) -> list[str]:
 
 
 def _value_text(entry: ValueEntry) -> str:
-    if isinstance(entry.value, dict | list):  # not JSON
+    if isinstance(entry.value, Refused):
+        return "refused"
+    if isinstance(entry.value, dict | list | Opaque):  # not JSON
         return repr(decode_inline(entry.value, entry.path))
     return json.dumps(entry.value, ensure_ascii=False)
 

@@ -1,7 +1,8 @@
 """All rows: ``bench/local.py``, ``bench/tracing.py`` and ``bench/compression.py`` in one process,
 ``bench/ranks.py`` with many, ``bench/cloud.py`` with object stores, ``bench/interference.py``
 beside a trainer, ``bench/memory.py``, ``bench/staging.py``, ``bench/manager.py``,
-``bench/scale.py`` with thousands of ranks that are not there.
+``bench/scale.py`` with thousands of ranks that are not there, ``bench/formats.py`` with checkpoints
+of other programs.
 
 Prints one JSON line per row on standard output, progress on standard error.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 from bench import (
     cloud,
     compression,
+    formats,
     interference,
     local,
     manager,
@@ -40,6 +42,7 @@ ROWS = (
     | staging.ROWS
     | manager.ROWS
     | scale.ROWS
+    | formats.ROWS
 )
 
 

@@ -217,6 +217,7 @@ def test_verify_as_json(root: Path) -> None:
     damage(root, name(100))
     assert json.loads(run("verify", root / name(0), "--json").out) == {
         "state": "ok",
+        "has_checksums": True,
         "problems": [],
     }
     ended = run("verify", root / name(100), "--json")

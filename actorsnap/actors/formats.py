@@ -8,7 +8,7 @@ and never the tensors. See ``docs/decisions/0024-readers.md``.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import cache
@@ -22,7 +22,7 @@ from actorsnap.errors import ChecksumMismatch, FormatError, ObjectNotFound
 from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.format.tables import check_disjoint, check_foreign_manifest
 from actorsnap.log import Log
-from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage
+from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, for_each
 from actorsnap.storage.joined import JoinedStorage, Piece
 
 logger = Log(__name__)
@@ -30,11 +30,15 @@ logger = Log(__name__)
 ENTRY_POINT_GROUP = "actorsnap.formats"
 
 _BUILT_IN = {
+    "dcp": "actorsnap.interop.formats.dcp_folders:read",
     "torchsnapshot": "actorsnap.interop.formats.torchsnapshot_folders:read",
     "safetensors": "actorsnap.interop.formats.safetensors_files:read",
     "torch": "actorsnap.interop.formats.torch_files:read",
 }
 """In the order in which they are asked; a source tree works uninstalled."""
+
+AT_ONCE = 16
+"""Small reads at a time."""
 
 MAX_LISTED = 10_000
 """Keys of a folder that are listed. Beyond them, files are found by name only."""
@@ -95,6 +99,29 @@ class Place:
         """Returns bytes of a file that ``find`` has found; see ``Storage.get``."""
         assert key in self._used, f"{key!r} was read before it was looked for"
         return await self.storage.get(key, start, stop)
+
+    async def get_all(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
+        """Returns many small ranges of files, given as key, start and stop, in order."""
+        storage = self.storage
+        found: dict[int, bytes] = {}
+
+        def read(number: int, key: str, start: int, stop: int) -> None:
+            data = bytearray(stop - start)
+            storage.read_into_blocking(key, start, [[memoryview(data)]])
+            found[number] = bytes(data)
+
+        def read_all() -> None:
+            for number, place in enumerate(ranges):
+                read(number, *place)
+
+        async def get(number: int) -> None:
+            found[number] = await self.get(*ranges[number])
+
+        if storage.capabilities.has_blocking_io:  # such reads take less than a switch of threads
+            await self.run_blocking(read_all)
+        else:
+            await for_each(range(len(ranges)), get, at_once=AT_ONCE)
+        return [found[number] for number in range(len(ranges))]
 
     @property
     def used(self) -> Mapping[str, ObjectInfo]:

@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from actorsnap.errors import ChecksumMismatch, UnsupportedFormat, UsageError
+from actorsnap.errors import ChecksumMismatch, FormatError, UnsupportedFormat, UsageError
 from actorsnap.format.checksum import crc32c
 
 FRAME_BYTES = 1 << 20
@@ -81,6 +81,26 @@ def _missing_library() -> str:
     except ImportError as error:
         return f"the package {_MODULE}, which cannot be imported ({error}): {_INSTALL}"
     return ""
+
+
+def decompress(data: bytes, key: str, max_bytes: int) -> bytes:
+    """Returns what a Zstandard stream of another program holds.
+
+    Raises:
+        UnsupportedFormat: No Zstandard library is installed.
+        FormatError: It is damaged, or longer than ``max_bytes`` when decompressed.
+    """
+    check_readable(key)
+    zstd = _zstd()
+    decompressor = zstd.ZstdDecompressor()
+    try:
+        found: bytes = decompressor.decompress(data, max_length=max_bytes)
+    except zstd.ZstdError as error:
+        raise FormatError(key=key, detail=f"its zstd stream is damaged: {error}") from error
+    if not decompressor.eof:
+        detail = f"its zstd stream is truncated, or of more than {max_bytes} bytes"
+        raise FormatError(key=key, detail=detail)
+    return found
 
 
 def count_frames(nbytes: int) -> int:

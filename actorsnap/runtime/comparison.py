@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import msgspec
 import torch
 
 from actorsnap.errors import did_you_mean
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import TensorEntry, ViewEntry
+from actorsnap.format.manifest import TensorEntry, ValueEntry, ViewEntry
 from actorsnap.options import Options
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, Wants, named_ranks
+from actorsnap.planning.renaming import renamed
 from actorsnap.planning.shared_reads import ReadInterest
 from actorsnap.protocol.restore import Comparison
 from actorsnap.runtime.location import AppState
@@ -129,6 +132,7 @@ def compare(
     Raises:
         UsageError, FormatError, MemoryError: See ``prepare``.
     """
+    index = _with_numbered_states(index, app_state)
     comparer = _Comparer(index, app_state, states, rank, options, casts)
     for key in states:
         comparer.compare(key)
@@ -279,6 +283,41 @@ class _Comparer:
             "or restore with strict=False"
             for ranks, own in by_ranks.items()
         ]
+
+
+def _with_numbered_states(index: Index, app_state: AppState) -> Index:
+    """Returns an index in which the states of optimizers are numbered, as an optimizer does itself.
+
+    ``torch.distributed.checkpoint.state_dict`` names them by parameter, in the order of the lists
+    ``params``.
+    """
+    keys = {escape(key) for key, s in app_state.items() if matching_of(s) is Matching.GROUPS}
+    numbers: dict[str, dict[str, int]] = {key: {} for key in keys}
+    entries: list[AnyEntry] = []
+    for entry in index.entries:
+        key, _, rest = entry.path.partition("/")
+        at = _PARAMS.fullmatch(rest) if key in keys and isinstance(entry, ValueEntry) else None
+        if at is not None and isinstance(entry, ValueEntry):
+            names = [entry.value] if at[1] else entry.value
+            if not isinstance(names, list) or not all([type(name) is str for name in names]):
+                return index
+            known = numbers[key]
+            found = [known.setdefault(escape(name), len(known)) for name in names]
+            entry = msgspec.structs.replace(entry, value=found[0] if at[1] else found)
+        entries.append(entry)
+    if not any(numbers.values()):
+        return index
+
+    def renumbered(path: str) -> str:
+        key, *names = path.split("/", 3)
+        if key in keys and len(names) > 1 and names[0] == "state" and names[1] in numbers[key]:
+            names[1] = str(numbers[key][names[1]])
+        return "/".join([key, *names])
+
+    return renamed(msgspec.structs.replace(index, entries=tuple(entries)), renumbered)
+
+
+_PARAMS = re.compile("param_groups/[0-9]+/params(/[0-9]+)?")
 
 
 def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:

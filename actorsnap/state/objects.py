@@ -50,6 +50,12 @@ class Opaque(msgspec.Struct, frozen=True, eq=False, gc=False):
     value: object
 
 
+class Refused(msgspec.Struct, frozen=True, gc=False):
+    """A value that is not unpickled: in memory only, in no manifest. ``reason`` is for the user."""
+
+    reason: str
+
+
 class NotInline(Exception):
     """The inline encoding does not cover ``value``."""
 
@@ -164,7 +170,10 @@ def decode_inline(encoded: Any, path: str) -> Any:
 
     Raises:
         FormatError: ``encoded`` encodes no value. Names ``path``.
+        UsageError: The value is ``Refused``.
     """
+    if type(encoded) is Refused:
+        raise UsageError(encoded.reason)
     try:
         return _decode(encoded, 0)
     except FormatError as error:

@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, islice
 from typing import Any, Protocol, TypeVar
 
 import anyio
@@ -453,16 +454,16 @@ async def for_each(
     waiting = iter(items)
     num_begun = num_done = 0
 
-    async def work() -> None:
+    async def work(first: T) -> None:
         nonlocal num_begun, num_done
-        for item in waiting:
+        for item in chain([first], waiting):
             num_begun += 1
             await perform(item)
             num_done += 1
 
     async with anyio.create_task_group() as tasks:
-        for _ in range(at_once):
-            tasks.start_soon(work)
+        for item in islice(waiting, at_once):
+            tasks.start_soon(work, item)
     if num_done != num_begun:
         await anyio.lowlevel.checkpoint_if_cancelled()
         raise RuntimeError(f"{num_begun - num_done} operations ended without a result or an error")

@@ -26,7 +26,7 @@ CALLS: dict[str, tuple[str, Callable[[Snapshot], Any]]] = {
     "restore-data": ("read_into", lambda s: s.restore(state(-1))),
     "read_object": ("read_into", lambda s: s.read_object("model/weight")),
     "get_manifest": ("get", lambda s: s.get_manifest()),
-    "verify": ("stat", lambda s: s.verify()),
+    "verify": ("list", lambda s: s.verify()),
     "verify-full": ("read_into", lambda s: s.verify("full")),
     "delete": ("delete", lambda s: s.delete()),
 }
@@ -55,7 +55,7 @@ async def test_a_storage_that_does_not_answer(tmp_path: Path, call: str) -> None
 SYSTEM_CALLS: dict[str, tuple[str, Callable[[sync.Snapshot], Any]]] = {
     "restore": ("open", lambda s: s.restore(state(-1))),
     "get_manifest": ("open", lambda s: s.get_manifest()),
-    "verify": ("stat", lambda s: s.verify()),
+    "verify": ("scandir", lambda s: s.verify()),
     "verify-full": ("preadv", lambda s: s.verify("full")),
     "read_object": ("preadv", lambda s: s.read_object("model/weight")),
     "get_state_dict_for_key": ("preadv", lambda s: s.get_state_dict_for_key("model")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch.distributed.checkpoint import state_dict_loader
 
 from actorsnap import NotASnapshot, Options, Snapshot, SnapshotReplaced, UsageError, sync
@@ -20,15 +22,22 @@ from actorsnap.actors import formats
 from actorsnap.actors.fetcher import FetcherPool
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import FormatError
+from actorsnap.format.manifest import Commit
 from actorsnap.interop.dcp import ActorsnapReader
-from actorsnap.interop.dcp.reader import load_catalog
 from actorsnap.interop.formats.describing import Description, path_of
 from actorsnap.runtime.reading import each_pair
 from actorsnap.runtime.script import drive_sync, run_sync
+from actorsnap.runtime.source import OpenSource
 from actorsnap.storage.base import StorageContext
 from actorsnap.storage.registry import find_opener
 from actorsnap.testing import run_blocking_in_thread
-from tests.formats.checkpoints import is_same, make_model, write_repo, write_safetensors
+from tests.formats.checkpoints import (
+    is_same,
+    make_model,
+    training_state,
+    write_repo,
+    write_safetensors,
+)
 from tests.servers.base import GcsServer, S3Server, Server
 
 
@@ -78,6 +87,24 @@ async def test_far_away(tmp_path: Path, far: tuple[str, dict[str, Any]]) -> None
         await Snapshot(f"{url}/absent.pt", storage_options=options).get_manifest()
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+async def test_a_dcp_folder_far_away(tmp_path: Path, far: tuple[str, dict[str, Any]]) -> None:
+    url, options = far
+    model, optimizer, saved = training_state(0)
+    await asyncio.to_thread(
+        torch.distributed.checkpoint.save,  # type: ignore[attr-defined]
+        saved,
+        checkpoint_id=tmp_path,
+        no_dist=True,
+    )
+    await put_files(tmp_path, url, options)
+    other, another, _ = training_state(1)
+    snapshot = Snapshot(url, storage_options=options)
+    await snapshot.restore({"model": other, "optimizer": another})
+    assert is_same(other, model)
+    assert str(another.state_dict()) == str(optimizer.state_dict())
+
+
 REPO_FILE = "model-00001-of-00002.safetensors"
 
 
@@ -93,6 +120,7 @@ async def test_symbolic_links(tmp_path: Path) -> None:
         (snapshot / path.name).symlink_to(blobs / str(number))
     await Snapshot(snapshot).restore({"model": model})
     assert is_same(model, saved)
+    assert (await Snapshot(snapshot).verify("full")).ok
 
 
 @pytest.mark.parametrize("is_file", [True, False])
@@ -257,8 +285,12 @@ def test_a_file_beside_a_snapshot(tmp_path: Path) -> None:
     sync.Snapshot.take(tmp_path, {"model": torch.nn.Linear(1, 1)})
     torch.save({"w": torch.arange(3)}, tmp_path / "x.pt")
     snapshot = sync.Snapshot(tmp_path / "x.pt")
-    catalog = drive_sync(load_catalog(snapshot._source, 0))
-    assert "model.w" in catalog.paths
+
+    async def twice(opened: OpenSource) -> list[Commit]:
+        return [await opened.reader.commit(), await opened.reader.commit()]
+
+    first, second = drive_sync(snapshot._source.perform("read", twice))
+    assert first == second
     target = {"model": {"w": torch.zeros(3, dtype=torch.int64)}}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from actorsnap import Options
+from actorsnap import ModelState, Options
 from actorsnap.interop import dcp as ours
 from actorsnap.interop.dcp import ActorsnapReader, ActorsnapWriter, installed
 from actorsnap.runtime import partial_index
@@ -108,6 +108,33 @@ def load(me: Rank, path: str, folder: str, kind: str) -> Any:
     state = _state_dict(model, optimizer)
     dcp.load(state, storage_reader=ActorsnapReader(path))
     assert same(plain(state), torch.load(Path(folder) / "before.pt"))
+    return True
+
+
+def torchs(me: Rank, path: str, folder: str, kind: str) -> Any:
+    """Saves with torch's writer, with and without collectives."""
+    model, optimizer = _parts(kind)
+    dcp.save(_state_dict(model, optimizer), checkpoint_id=path)
+    dcp.save(_state_dict(model, optimizer), checkpoint_id=path + "-alone", use_collectives=False)
+    before = plain(_state_dict(model, optimizer))
+    if me.rank == 0:
+        torch.save(before, Path(folder) / "before.pt")
+    return True
+
+
+def restore(me: Rank, path: str, folder: str, kind: str) -> Any:
+    """Restores what ``torchs`` has saved, without DCP."""
+    model, optimizer = _parts(kind)
+    step(model, optimizer, 5)
+    state = {"train": ModelState(model, optimizer, flatten=False)}
+    names = {"model": "train/model", "optim": "train/optim"}
+    report = Snapshot(path).restore(state, rename=names)
+    assert report.is_complete
+    assert same(plain(_state_dict(model, optimizer)), torch.load(Path(folder) / "before.pt"))
+    step(model, optimizer, 6)
+    inner = model.module if kind == "ddp" else model  # torch's names have no prefix
+    Snapshot(path).restore({"model": inner, "optim": optimizer})
+    assert same(plain(_state_dict(model, optimizer)), torch.load(Path(folder) / "before.pt"))
     return True
 
 
@@ -615,6 +642,8 @@ CASES: dict[str, Callable[..., Any]] = {
     for each in (
         *(train, load, groups, alone, cached, reshard, fault, read_fault),
         *(native, asynchronous, mixed, fails, many_save, many_load, cached_fault),
+        torchs,
+        restore,
     )
 }
 

@@ -67,6 +67,33 @@ def test_training_state_round_trips_and_reshards(
     assert ranks(others, "load", kind="ddp" if kind == "ddp" else "fsdp2") == [True] * others
 
 
+@pytest.mark.parametrize(
+    ("kind", "others"),
+    [
+        ("fsdp2", 3),
+        slow("fsdp2", 1),
+        slow("fsdp2", 2),
+        ("hsdp", 2),
+        slow("hsdp", 3),
+        slow("ddp", 3),
+    ],
+)
+def test_folders_of_torchs_writer(ranks: Ranks, kind: str, others: int) -> None:
+    """Restored in place by other numbers of ranks, loaded by DCP, and converted."""
+    ranks(4, "torchs", kind=kind)
+    folder, to = ranks.path, "ddp" if kind == "ddp" else "fsdp2"
+    Snapshot(folder).copy_to(folder + "-copy")
+    assert Snapshot(folder + "-copy").verify("full").has_checksums
+    assert not Snapshot(folder).verify("full").has_checksums
+    for ranks.path in (folder, folder + "-copy"):
+        assert ranks(others, "restore", kind=to) == [True] * others
+        assert ranks(others, "load", kind=to) == [True] * others
+    # Without collectives each rank has what it saved itself.
+    ranks.path = folder + "-alone"
+    assert ranks(4, "restore", kind=kind) == [True] * 4
+    assert ranks(4, "load", kind=kind) == [True] * 4
+
+
 @pytest.mark.parametrize("store", ["tcp", "file"])
 def test_the_ranks_are_those_of_the_plans(ranks: Ranks, store: str) -> None:
     assert ranks(4, "groups", store) == [[0, 1], [0, 1], [2, 3], [2, 3]]

@@ -32,11 +32,11 @@ from actorsnap.errors import UsageError
 from actorsnap.interop.dcp.catalog import TOP, DcpMark
 from actorsnap.interop.dcp.reader import ActorsnapReader, PlannedReads, load_catalog
 from actorsnap.interop.dcp.writer import (
-    BYTES_IO,
     ActorsnapWriter,
     telling_overwrite,
     write_marker,
 )
+from actorsnap.interop.formats.dcp_metadata import BYTES_IO
 from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.messages import CallKind, Label
@@ -201,9 +201,7 @@ def load(
     """
     reader = storage_reader or ActorsnapReader()
     is_native = _is_native(reader, ActorsnapReader, planner, DefaultLoadPlanner)
-    if is_native:
-        reader.reset(checkpoint_id)
-    if not is_native or reader.is_foreign():
+    if not is_native:
         _torch.load(
             state_dict,
             checkpoint_id=checkpoint_id,
@@ -213,6 +211,7 @@ def load(
             no_dist=no_dist,
         )
         return
+    reader.reset(checkpoint_id)
     group = _group(process_group, no_dist=no_dist)
     with _raising_as_dcp("load", group):
         loaded = drive_sync(_load(reader.source(), state_dict, group, reader.rank))

@@ -51,10 +51,12 @@ class DcpMark(msgspec.Struct, frozen=True, omit_defaults=True):
     Attributes:
         v: Version of this mark.
         flat: False: the planner did not flatten; all leaves are at the top level.
+        key: Of leaves at the top level of the state dict. ``interop.formats`` chooses another one.
     """
 
     v: int = 1
     flat: bool = True
+    key: str = TOP
 
     @classmethod
     def of(cls, metadata: Mapping[str, Any]) -> DcpMark | None:
@@ -224,7 +226,7 @@ class Catalog:
             kind = self._types.get(path)
             is_leaf = kind == "tuple" or (kind == "list" and path not in self._descended)
             if self._mark is not None and not self._mark.flat:
-                is_leaf = parent == TOP
+                is_leaf = parent == self._mark.key
             above = self._leaf_at(parent)
             self._leaves[path] = above or (path if is_leaf else None)
         return self._leaves[path]
@@ -237,7 +239,8 @@ class Catalog:
             is_item = self._types.get(parent) == "list"
             keys.append(key if is_item and isinstance(key, int) else str(key))
             parent = f"{parent}/{token}" if parent else token
-        if self._mark is not None and len(keys) > 1 and keys[0] == TOP:
+        top = self._mark.key if self._mark is not None else ""
+        if top and len(keys) > 1 and keys[0] == top:
             del keys[0]
         return tuple(keys)
 

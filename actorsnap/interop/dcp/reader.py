@@ -10,17 +10,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from actorsnap.errors import FormatError, NotASnapshot, UsageError, printable
+from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import COMMIT_KEYS, ValueEntry
+from actorsnap.format.manifest import ValueEntry
 from actorsnap.interop.dcp.catalog import Catalog, DcpMark, DenseEntry, is_dense
-from actorsnap.interop.dcp.writer import BYTES_IO, MARKER, MARKER_TEXT, RAW, can_open
+from actorsnap.interop.dcp.writer import RAW, can_open
+from actorsnap.interop.formats.dcp_metadata import BYTES_IO
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.index import Wants
@@ -45,16 +45,16 @@ logger = Log(__name__)
 class ActorsnapReader(StorageReader):
     """Reads any snapshot for ``torch.distributed.checkpoint.load``, with DCP's planners.
 
-    Each rank reads its own ranges; every byte is compared with its checksum. A folder without a
-    snapshot but with a checkpoint of DCP's ``FileSystemWriter`` is read by torch's
-    ``FileSystemReader``, which unpickles; a warning says so.
+    Each rank reads its own ranges; every byte is compared with its checksum. A checkpoint of DCP's
+    ``FileSystemWriter`` is read in place, without checksums, and without executing its pickles; see
+    ``docs/migrating.md``.
 
     Args:
         path: A folder or URL; None: DCP's calls pass ``checkpoint_id``.
         storage_options, options: See ``Snapshot``.
         rank: Whose private leaves to read; None: of this process in the default process group. A
             snapshot of DCP's calls has none, except with ``use_collectives=False``.
-        _extension_registry: For ``FileSystemReader``.
+        _extension_registry: Has no effect: torch's zstd is known, others are refused by name.
 
     Raises:
         UsageError: A bad argument.
@@ -75,14 +75,12 @@ class ActorsnapReader(StorageReader):
         self.storage_options = storage_options
         self.options = options
         self.rank = rank
-        self._extension_registry = _extension_registry
         self._forget()
 
     def _forget(self) -> None:
         self.load_id = uuid.uuid4().hex
         self._source: Source | None = None
         self._catalog: Catalog | None = None
-        self._foreign: FileSystemReader | None = None
         self._error: Exception | None = None
 
     @property
@@ -117,13 +115,7 @@ class ActorsnapReader(StorageReader):
     def _read_metadata(self, meta: StorageMeta) -> Metadata:
         self._source = source = self.source()
         rank = global_rank() if self.rank is None else self.rank
-        try:
-            self._catalog = drive_sync(load_catalog(source, rank))
-        except NotASnapshot:
-            self._foreign = self._find_foreign()
-            if self._foreign is None:
-                raise
-            return self._foreign.read_metadata()
+        self._catalog = drive_sync(load_catalog(source, rank))
         meta.save_id = self._catalog.index.attempt
         return self._catalog.metadata(meta)
 
@@ -135,36 +127,11 @@ class ActorsnapReader(StorageReader):
         location = make_location(self.path, self.storage_options)
         return Source(location, resolve_options(self.options))
 
-    def is_foreign(self) -> bool:
-        """Whether torch would read the path."""
-        if not isinstance(self.path, str | os.PathLike):
-            return False
-        has_commit = any(os.path.exists(os.path.join(self.path, key)) for key in COMMIT_KEYS)
-        return not has_commit and self._find_foreign() is not None
-
-    def _find_foreign(self) -> FileSystemReader | None:
-        path = os.fspath(self.path) if self.path is not None else ""
-        try:
-            with open(os.path.join(path, MARKER), "rb") as file:
-                is_ours = file.read(len(MARKER_TEXT)) == MARKER_TEXT.encode()
-        except OSError:
-            return None
-        if is_ours:
-            return None
-        logger.warning(
-            "%s is a checkpoint of torch.distributed.checkpoint, and torch reads it: pickles in "
-            "it may run code",
-            printable(path),
-        )
-        return _FileSystemReader(path, self._extension_registry)
-
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
         if self._error is not None:
             raise self._error
-        if self._foreign is not None:
-            self._foreign.set_up_storage_reader(metadata, is_coordinator)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -179,18 +146,12 @@ class ActorsnapReader(StorageReader):
             SnapshotReplaced: The snapshot was replaced since ``read_metadata``.
             FormatError, ChecksumMismatch, StorageError: See ``Snapshot.restore``.
         """
-        if self._foreign is not None:
-            return self._foreign.read_data(plan, planner)
         assert self._catalog is not None
         assert self._source is not None
         drive_sync(_read(self._source, PlannedReads(self._catalog, plan, planner, self._source)))
         done: Future[None] = Future()
         done.set_result(None)
         return done
-
-
-# Bound now: ``install`` replaces the name in torch.
-_FileSystemReader = FileSystemReader
 
 
 @begins_anew

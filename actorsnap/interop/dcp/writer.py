@@ -30,6 +30,7 @@ from actorsnap.errors import ObjectExists, UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.interop.dcp.catalog import DcpMark, containers_above, stored_path
 from actorsnap.interop.dcp.stager import ActorsnapStager
+from actorsnap.interop.formats.dcp_metadata import BYTES_IO
 from actorsnap.options import Options
 from actorsnap.runtime import taking
 from actorsnap.runtime.host import Host, Script
@@ -49,9 +50,6 @@ MARKER_TEXT = (
 
 RAW = "actorsnap.raw"
 """Begins a pair with bytes that a planner made."""
-
-BYTES_IO = "actorsnap.BytesIO"
-"""Begins a pair with the content of a ``BytesIO``."""
 
 
 @dataclass(frozen=True, slots=True)

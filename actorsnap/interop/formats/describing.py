@@ -117,6 +117,10 @@ class Description:
             ) from error
         self.entries.append(ValueEntry(path=path, value=encoded, **fields))
 
+    def refused(self, path: str, reason: UsageError) -> None:
+        """Adds a value that raises ``reason`` when it is restored, read or copied."""
+        self.entries.append(ValueEntry(path=path, value=objects.Refused(str(reason))))
+
     def pickled(self, path: str, stored: Stored, **fields: Any) -> None:
         """Adds a whole file of ``torch.save``, which is read only if the caller allows pickles."""
         self.entries.append(BytesEntry(path=path, type="pickle", data=stored, **fields))

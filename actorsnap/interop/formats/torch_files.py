@@ -6,7 +6,7 @@ format has its pickles first: they are read until they are complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -25,11 +25,17 @@ from actorsnap.interop.formats.pickles import (
     top_level,
     unpickle,
 )
-from actorsnap.interop.formats.zip_directory import Read, Record, locate, read_directory
+from actorsnap.interop.formats.zip_directory import (
+    Reading,
+    Record,
+    answered,
+    locate,
+    read_directory,
+)
 from actorsnap.state.tree import escape
 from actorsnap.storage.base import for_each
 
-_ZIP_MAGIC = b"PK\x03\x04"
+ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE = "/data.pkl"
 _NAME = "pytorch_model.bin"
 """In an old Hugging Face repo."""
@@ -70,13 +76,68 @@ async def read(place: Place) -> Foreign | None:
             return None
         key, head = _NAME, await place.get(_NAME, 0, min(info.size, 512))
     await place.find(key)
-    if head.startswith(_ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
+    if head.startswith(ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
         saved = await read_zip(place, key, allow_pickle=place.allow_pickle)
     elif head.startswith(LEGACY_MAGIC):
         saved = await _read_legacy(place, key)
     else:
         return None
     return await place.run_blocking(_describe, place, saved)
+
+
+class Archive(msgspec.Struct, frozen=True):
+    """A zip file of ``torch.save``.
+
+    Attributes:
+        pickle: Content of the record ``data.pkl``.
+        storages: Records by the storage's name, with ``start`` still unknown.
+    """
+
+    pickle: bytes
+    storages: dict[str, Record]
+
+    def record(self, saved: SavedStorage, key: str) -> Record:
+        """Returns the record of a storage.
+
+        Raises:
+            FormatError: It is missing, or of another size.
+        """
+        record = self.storages.get(saved.key)
+        if record is None or record.size != saved.nbytes:
+            has = "no" if record is None else f"{record.size} bytes of"
+            detail = f"it has {has} data/{saved.key:.80}, which has {saved.nbytes} bytes"
+            raise FormatError(key=key, detail=detail)
+        return record
+
+
+def read_archive(size: int, key: str, **tail_bytes: int) -> Reading[Archive]:
+    """Reads a zip file of ``torch.save``, of ``size`` bytes; see ``read_directory``.
+
+    Raises:
+        UsageError: It is big-endian, or a TorchScript program.
+        FormatError: It is damaged, or no such file.
+    """
+    records = yield from read_directory(size, key, **tail_bytes)
+    pickles = [name for name in records if name.endswith(_PICKLE) and name.count("/") == 1]
+    if len(pickles) != 1:
+        raise FormatError(key=key, detail=f"it has {len(pickles)} records data.pkl")
+    prefix = pickles[0].removesuffix("data.pkl")
+    if f"{prefix}constants.pkl" in records:
+        raise UsageError(
+            f"{key} is a TorchScript program, not a checkpoint: load it with torch.jit.load, and "
+            "save its state_dict()"
+        )
+
+    def content(name: str) -> Reading[bytes]:
+        record = yield from locate(records[name], size, key)
+        return (yield record.start, record.start + record.size)
+
+    if f"{prefix}byteorder" in records:
+        _check_order((yield from content(f"{prefix}byteorder")), key)
+    pickled = yield from content(pickles[0])
+    begin = f"{prefix}data/"
+    storages = {n.removeprefix(begin): r for n, r in records.items() if n.startswith(begin)}
+    return Archive(pickled, storages)
 
 
 async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
@@ -88,44 +149,22 @@ async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
     """
     size = place.used[key].size
     read = await _reader(place, key, size)
-    records = {record.name: record for record in await read_directory(read, size, key)}
-    pickles = [name for name in records if name.endswith(_PICKLE) and name.count("/") == 1]
-    if len(pickles) != 1:
-        raise FormatError(key=key, detail=f"it has {len(pickles)} records data.pkl")
-    prefix = pickles[0].removesuffix("data.pkl")
-    if f"{prefix}constants.pkl" in records:
-        raise UsageError(
-            f"{key} is a TorchScript program, not a checkpoint: load it with torch.jit.load, and "
-            "save its state_dict()"
-        )
-
-    async def content(name: str) -> bytes:
-        record = await locate(read, records[name], size, key)
-        return await read(record.start, record.start + record.size)
-
-    if f"{prefix}byteorder" in records:
-        _check_order(await content(f"{prefix}byteorder"), key)
-    pickled = BytesIO(await content(pickles[0]))
+    archive = await answered(read_archive(size, key), read)
     ghosts = Ghosts()
     state = await place.run_blocking(
-        partial(unpickle, pickled, ghosts, key, allow_pickle=allow_pickle)
+        partial(unpickle, BytesIO(archive.pickle), ghosts, key, allow_pickle=allow_pickle)
     )
-    found: dict[str, Record] = {}
+    starts: dict[str, int] = {}
 
     async def find(name: str) -> None:
-        saved, record = ghosts.found[name], records.get(f"{prefix}data/{name}")
-        if record is None or record.size != saved.nbytes:
-            has = "no" if record is None else f"{record.size} bytes of"
-            raise FormatError(
-                key=key, detail=f"it has {has} data/{name:.80}, which has {saved.nbytes} bytes"
-            )
-        found[name] = await locate(read, record, size, key)
+        record = archive.record(ghosts.found[name], key)
+        starts[name] = (await answered(locate(record, size, key), read)).start
 
     await for_each(list(ghosts.found), find, at_once=_AT_ONCE)
-    return SavedFile(key, state, ghosts, {name: record.start for name, record in found.items()})
+    return SavedFile(key, state, ghosts, starts)
 
 
-async def _reader(place: Place, key: str, size: int) -> Read:
+async def _reader(place: Place, key: str, size: int) -> Callable[[int, int], Awaitable[bytes]]:
     """Reads a small file at once: most requests are for a few bytes."""
     if size > _SMALL_BYTES:
         return partial(place.get, key)

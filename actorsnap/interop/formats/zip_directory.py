@@ -6,14 +6,17 @@ Only what ``torch.save`` writes: stored records, not compressed, on one disk, wi
 from __future__ import annotations
 
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Generator
+from typing import TypeAlias, TypeVar
 
 import msgspec
 
 from actorsnap.errors import FormatError
 
-Read = Callable[[int, int], Awaitable[bytes]]
-"""Returns bytes ``[start, stop)``."""
+T = TypeVar("T")
+
+Reading: TypeAlias = Generator[tuple[int, int], bytes, T]
+"""Asks for bytes ``[start, stop)`` of a file, one range after the other, and returns a result."""
 
 _END = struct.Struct("<4s4H2LH")
 _END_64 = struct.Struct("<4sQ2H2L4Q")
@@ -41,15 +44,44 @@ class Record(msgspec.Struct, frozen=True):
     packing: str = ""
 
 
-async def read_directory(read: Read, size: int, key: str) -> list[Record]:
-    """Returns the records of a zip file of ``size`` bytes, with ``start`` still unknown.
+async def answered(reading: Reading[T], read: Callable[[int, int], Awaitable[bytes]]) -> T:
+    """Returns the result of ``reading``, with the bytes that ``read`` returns."""
+    try:
+        wanted = next(reading)
+        while True:
+            wanted = reading.send(await read(*wanted))
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+def answered_from(data: bytes, reading: Reading[T]) -> T:
+    """Returns the result of ``reading`` a file whose content is ``data``."""
+    try:
+        start, stop = next(reading)
+        while True:
+            start, stop = reading.send(data[start:stop])
+    except StopIteration as ended:
+        result: T = ended.value
+        return result
+
+
+def read_directory(
+    size: int, key: str, tail_bytes: int = _TAIL_BYTES
+) -> Reading[dict[str, Record]]:
+    """Returns the records of a zip file of ``size`` bytes by name, with ``start`` still unknown.
+
+    Args:
+        tail_bytes: What to read first. The directory of most files is there.
 
     Raises:
         FormatError: It is no such zip file, or truncated.
     """
-    tail_start = max(0, size - _TAIL_BYTES)
-    tail = await read(tail_start, size)
+    tail_start = max(0, size - tail_bytes)
+    tail = yield tail_start, size
     at = tail.rfind(b"PK\x05\x06")
+    if at < _LOCATOR_64.size and tail_start and tail_bytes < _TAIL_BYTES:
+        return (yield from read_directory(size, key))
     if at < 0 or at + _END.size > len(tail):
         raise FormatError(key=key, detail="truncated: the end of the zip directory is missing")
     *_, count, length, start, _ = _END.unpack_from(tail, at)
@@ -58,7 +90,7 @@ async def read_directory(read: Read, size: int, key: str) -> list[Record]:
         _, _, end_64, _ = _LOCATOR_64.unpack_from(tail, locator)
         if not 0 <= end_64 <= size - _END_64.size:
             raise FormatError(key=key, detail="damaged: the zip64 directory is outside of the file")
-        data = await read(end_64, end_64 + _END_64.size)
+        data = yield end_64, end_64 + _END_64.size
         magic, *_, count, length, start = _END_64.unpack(data)
         if magic != b"PK\x06\x06":
             raise FormatError(key=key, detail="damaged: no zip64 directory is where it should be")
@@ -67,16 +99,15 @@ async def read_directory(read: Read, size: int, key: str) -> list[Record]:
     if start >= tail_start:
         directory = tail[start - tail_start : start - tail_start + length]
     else:
-        directory = await read(start, start + length)
+        directory = yield start, start + length
     try:
         return _parse(directory, count, key)
     except (struct.error, UnicodeDecodeError, IndexError) as error:
         raise FormatError(key=key, detail=f"its zip directory is damaged: {error}") from error
 
 
-def _parse(directory: bytes, count: int, key: str) -> list[Record]:
-    records: list[Record] = []
-    names: set[str] = set()
+def _parse(directory: bytes, count: int, key: str) -> dict[str, Record]:
+    records: dict[str, Record] = {}
     at = 0
     for _ in range(count):
         fields = _MEMBER.unpack_from(directory, at)
@@ -90,10 +121,9 @@ def _parse(directory: bytes, count: int, key: str) -> list[Record]:
         at += name_len + extra_len + comment_len
         size, stored, header = _wide(extra, size, stored, header)
         packing = "encrypted" if flags & 1 else "compressed" if method or stored != size else ""
-        if name in names:
+        if name in records:
             raise FormatError(key=key, detail=f"two records have the name {name!r:.200}")
-        names.add(name)
-        records.append(Record(name, header, size, packing=packing))
+        records[name] = Record(name, header, size, packing=packing)
     return records
 
 
@@ -112,7 +142,7 @@ def _wide(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, 
     return size, stored, header
 
 
-async def locate(read: Read, record: Record, file_size: int, key: str) -> Record:
+def locate(record: Record, file_size: int, key: str) -> Reading[Record]:
     """Returns a record with its ``start``, which only its local header tells.
 
     Raises:
@@ -124,7 +154,7 @@ async def locate(read: Read, record: Record, file_size: int, key: str) -> Record
     header = record.header
     if not 0 <= header <= file_size - _LOCAL.size:
         raise FormatError(key=key, detail=f"{record.name!r:.200} is outside of the file")
-    data = await read(header, header + _LOCAL.size)
+    data = yield header, header + _LOCAL.size
     magic, *_, name_len, extra_len = _LOCAL.unpack(data)
     start = header + _LOCAL.size + name_len + extra_len
     if magic != b"PK\x03\x04" or start + record.size > file_size:

@@ -1,0 +1,258 @@
+"""Finds the data of the items in ``.distcp`` files, by small reads.
+
+An item is a zip file of ``torch.save``, of a value or of a tensor, whose data may begin anywhere in
+it: the first and the last KiB of each are read, in one read for neighbours. Of a file written with
+``SerializationFormat.SAFETENSORS`` all tensors are one safetensors file, and are found in its
+header.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TypeAlias
+
+import msgspec
+
+from actorsnap.actors.formats import Place
+from actorsnap.errors import FormatError, UsageError
+from actorsnap.format.compression import decompress
+from actorsnap.interop.formats.dcp_metadata import Item
+from actorsnap.interop.formats.safetensors_files import FileTensor, header_end, parse_header
+from actorsnap.interop.formats.torch_files import ZIP_MAGIC, Archive, read_archive
+from actorsnap.interop.formats.zip_directory import Reading, answered_from, locate
+
+_END_BYTES = 1024
+"""Read of both ends of a tensor's zip file: torch 2.9 to 2.13 use 700 and 600."""
+
+_GAP_BYTES = 64 << 10
+"""Bytes that a read includes rather than being two."""
+
+_READ_BYTES = 4 << 20
+_BATCH_BYTES = 32 << 20
+"""Of reads whose items are parsed together."""
+
+_HEADER_BYTES = 128 << 10
+"""Read first of a safetensors file: holds most headers."""
+
+_Range: TypeAlias = tuple[int, int]
+_ZSTD = "stream.zstd/1"
+_MAX_VALUE_BYTES = 1 << 28
+"""Of a compressed value."""
+
+
+class Content(msgspec.Struct, frozen=True):
+    """A zip file of ``torch.save``.
+
+    Attributes:
+        starts: Of its storages in the ``.distcp`` file, by name. Empty if it was compressed.
+    """
+
+    archive: Archive
+    starts: dict[str, int]
+
+
+class Located(msgspec.Struct, frozen=True):
+    """What is in the files of a folder.
+
+    Attributes:
+        zips: By item.
+        tensors: Of safetensors files, by file and fqn.
+    """
+
+    zips: dict[Item, Content]
+    tensors: dict[str, Mapping[str, FileTensor]]
+
+
+async def locate_items(place: Place, items: Mapping[Item, str], key: str) -> Located:
+    """Locates items, given with their fqns, which the metadata file ``key`` names.
+
+    Raises:
+        ChecksumMismatch: A file is missing.
+        FormatError: A file is too short, or has something else there. Names file and item.
+        UsageError: A tensor is compressed, or a transformation is unknown.
+    """
+    ordered = sorted(items, key=lambda item: (item.file, item.start))
+    for item in ordered:
+        info = await place.need(item.file, f"{key} names")
+        if item.stop > info.size:
+            detail = f"truncated: it has {info.size} bytes, and {items[item]!r:.200} ends at "
+            raise FormatError(key=item.file, detail=f"{detail}{item.stop}")
+        _check_transforms(item, items[item])
+    located = Located({}, {})
+    others: dict[str, int] = {}
+    for batch in _batches(ordered):
+        pending = [_Parsing(item, items[item]) for item in batch]
+        pieces = _Pieces()
+        while pending:
+            wanted: dict[str, list[_Range]] = {}
+            for parsing in pending:
+                wanted.setdefault(parsing.item.file, []).extend(parsing.wanted)
+            await pieces.read(place, wanted)
+            pending = await place.run_blocking(_advance, pending, pieces, located, others)
+    for file, start in others.items():
+        located.tensors[file] = await _read_safetensors(place, file, start)
+    return located
+
+
+def _check_transforms(item: Item, fqn: str) -> None:
+    for name in item.transforms:
+        if name != _ZSTD:
+            raise UsageError(
+                f"{fqn!r} in {item.file} went through {name!r:.100}, an extension of "
+                "torch.distributed.checkpoint, which only the program that wrote it can undo"
+            )
+    if item.transforms and item.box is not None:
+        raise UsageError(
+            f"the tensor {fqn!r} in {item.file} is compressed ({_ZSTD}): it cannot be read in "
+            "place. Load the folder with torch.distributed.checkpoint, and save it with actorsnap"
+        )
+
+
+def _parse(item: Item, fqn: str) -> Reading[Content | None]:
+    """Parses an item, whose bytes begin at 0; returns None for what is no zip file."""
+    size = item.stop - item.start
+    name = f"{fqn!r:.200} in {item.file}"
+    if item.transforms:
+        data = decompress((yield 0, size), name, _MAX_VALUE_BYTES)
+        archive = answered_from(data, read_archive(len(data), name))
+        return Content(archive, {})
+    if (yield 0, min(size, len(ZIP_MAGIC))) != ZIP_MAGIC:
+        return None
+    archive = yield from read_archive(size, name, tail_bytes=_END_BYTES)
+    starts: dict[str, int] = {}
+    for storage, record in archive.storages.items():
+        placed = yield from locate(record, size, name)
+        starts[storage] = item.start + placed.start
+    return Content(archive, starts)
+
+
+class _Parsing:
+    """An item that is parsed. ``wanted``: ranges of its file to read first, then next."""
+
+    __slots__ = ("_asked", "_reading", "fqn", "item", "wanted")
+
+    def __init__(self, item: Item, fqn: str) -> None:
+        self.item = item
+        self.fqn = fqn
+        self.wanted = _first_reads(item)
+        self._reading = _parse(item, fqn)
+        self._asked = (0, 0)
+
+    def advance(self, pieces: _Pieces) -> Content | None:
+        """Returns what was found.
+
+        Raises:
+            _Unread: ``wanted`` must be read first.
+        """
+        begin = self.item.start
+        try:
+            if self._asked == (0, 0):
+                self._asked = next(self._reading)
+            while True:
+                start, stop = self._asked
+                self.wanted = [(begin + start, begin + stop)]
+                data = pieces.find(self.item.file, begin + start, begin + stop)
+                self._asked = self._reading.send(data)
+        except StopIteration as stop_iteration:
+            found: Content | None = stop_iteration.value
+            return found
+
+
+class _Unread(Exception):
+    """Bytes of a file are in no piece."""
+
+
+def _first_reads(item: Item) -> list[_Range]:
+    start, stop = item.start, item.stop
+    if item.box is None or stop - start <= 2 * _END_BYTES:
+        return [(start, stop)]
+    return [(start, start + _END_BYTES), (stop - _END_BYTES, stop)]
+
+
+def _batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+    """Yields parts of the items of which about ``_BATCH_BYTES`` are read."""
+    first = nbytes = 0
+    for number, item in enumerate(items):
+        nbytes += sum([stop - start for start, stop in _first_reads(item)])
+        if nbytes >= _BATCH_BYTES:
+            yield items[first : number + 1]
+            first, nbytes = number + 1, 0
+    if first < len(items):
+        yield items[first:]
+
+
+class _Pieces:
+    """Bytes of files that were read, in rounds; those of a round do not overlap."""
+
+    def __init__(self) -> None:
+        self._rounds: list[dict[str, tuple[list[int], list[bytes]]]] = []
+
+    def find(self, file: str, start: int, stop: int) -> bytes:
+        """Raises ``_Unread`` if they were not read in one round."""
+        for each in self._rounds:
+            starts, pieces = each.get(file, ([], []))
+            at = bisect_right(starts, start) - 1
+            if at >= 0 and stop <= starts[at] + len(pieces[at]):
+                return pieces[at][start - starts[at] : stop - starts[at]]
+        raise _Unread
+
+    async def read(self, place: Place, wanted: Mapping[str, list[_Range]]) -> None:
+        """Reads ranges of files in one round."""
+        reads = [(file, *run) for file, ranges in wanted.items() for run in _merged(ranges)]
+        pieces: dict[str, tuple[list[int], list[bytes]]] = {file: ([], []) for file in wanted}
+        for (file, start, _), data in zip(reads, await place.get_all(reads), strict=True):
+            pieces[file][0].append(start)
+            pieces[file][1].append(data)
+        self._rounds.append(pieces)
+
+
+def _merged(ranges: list[_Range]) -> Iterator[_Range]:
+    """Yields reads of rising ranges: neighbours share one of ``_READ_BYTES``, or of one range."""
+    run: _Range | None = None
+    for start, stop in sorted(ranges):
+        if run is None:
+            run = start, stop
+        elif start <= run[1] or (start <= run[1] + _GAP_BYTES and stop <= run[0] + _READ_BYTES):
+            run = run[0], max(run[1], stop)
+        else:
+            yield run
+            run = start, stop
+    if run is not None:
+        yield run
+
+
+def _advance(
+    pending: Sequence[_Parsing], pieces: _Pieces, located: Located, others: dict[str, int]
+) -> list[_Parsing]:
+    """Returns the items that need more bytes. ``others``: files with tensors in no zip file."""
+    left: list[_Parsing] = []
+    for parsing in pending:
+        item = parsing.item
+        try:
+            content = parsing.advance(pieces)
+        except _Unread:
+            left.append(parsing)
+            continue
+        if content is not None:
+            located.zips[item] = content
+        elif item.box is None:
+            detail = f"{parsing.fqn!r:.200} at byte {item.start} was not written by torch.save"
+            raise FormatError(key=item.file, detail=detail)
+        else:
+            others[item.file] = item.start
+    return left
+
+
+async def _read_safetensors(place: Place, file: str, start: int) -> dict[str, FileTensor]:
+    """Reads the header of a safetensors file that begins at byte ``start``."""
+    size = place.used[file].size - start
+    data = await place.get(file, start, start + min(size, _HEADER_BYTES))
+    end = header_end(data, size, file)
+    if end > len(data):
+        data += await place.get(file, start + len(data), start + end)
+    header = await place.run_blocking(parse_header, data[:end], size, file)
+    return {
+        name: msgspec.structs.replace(tensor, start=start + tensor.start, stop=start + tensor.stop)
+        for name, tensor in header.tensors.items()
+    }

@@ -1,0 +1,109 @@
+"""Checkpoints of other programs, in place: is it as fast as a read, and is little else read?
+
+Without checksums on both sides: these formats have none. Ours opens the checkpoint anew each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+from actorsnap import Options, StateDict
+from actorsnap.sync import Snapshot
+from bench.limits import RawFiles
+from bench.local import (
+    OURS,
+    RAW,
+    Contest,
+    Need,
+    Setting,
+    emit,
+    facts_of,
+    folder,
+    note,
+    prepared,
+    ratio,
+    timed_load,
+)
+from bench.peers import Adapter, Dcp, TorchSave
+from bench.ranks import Parallel, dcp_save, fsdp, hold, plain, restore, two_d, two_d_flat
+from bench.state import State, llama
+from bench.world import World
+
+FORMATS: tuple[tuple[type[Adapter], str], ...] = ((Dcp, ""), (TorchSave, "state.pt"))
+"""Who writes, and the file to open in the folder."""
+
+
+def load_in_place(file: str, path: Path, target: State) -> None:
+    Snapshot(path / file).restore({"model": StateDict(target)})
+
+
+def row_load(setting: Setting) -> None:
+    state = llama(setting.gib)
+    target = {name: tensor.clone() for name, tensor in state.items()}
+    for kind, file in FORMATS:
+        contest, raw, peer = Contest(), RawFiles(state), kind()
+        row = f"restore of {peer.name} in place"
+        note(row)
+        with folder(setting.tmpfs) as root:
+            (root / "raw").mkdir()
+            raw.save(state, root / "raw")
+            contest.add(
+                RAW, timed_load(partial(raw.load, verify=False), state, target, root / "raw")
+            )
+            for adapter in prepared(contest, peer):
+                path = root / "peer"
+                path.mkdir()
+                adapter.save(state, path, fsync=False)
+                ours = partial(load_in_place, file)
+                contest.add(OURS, timed_load(ours, state, target, path))
+                contest.add(adapter.name, timed_load(adapter.load, state, target, path))
+            contest.play(setting.repeat)
+        medians = contest.medians()
+        emit(
+            row,
+            ratios={
+                "of raw": ratio(medians.get(RAW), medians.get(OURS)),
+                f"x {peer.name}": ratio(medians.get(peer.name), medians.get(OURS)),
+            },
+            needs={"of raw": Need(0.85)},
+            missing=contest.missing,
+            **facts_of(state, contest.seconds, "tmpfs"),
+        )
+
+
+def row_reshard(setting: Setting) -> None:
+    """Of DCP folders. Counts all that is read, also to open them."""
+    note("resharding of DCP folders")
+    ratios: dict[str, float | None] = {}
+
+    def measure(label: str, world: World, parallel: Parallel, path: Path) -> None:
+        needed = sum(world.call(hold, "small layers", setting.gib, parallel))
+        found = world.call(restore, f"metered://{path}", Options(read_mode="direct"))
+        read = sum(one.data_bytes + one.other_bytes for one in found)
+        ratios[label] = read / needed
+        note(f"  {label}: {read} of {needed} bytes")
+
+    with World(1) as one, World(4) as four, folder(setting.tmpfs) as root:
+        layouts: tuple[tuple[str, Parallel], ...] = (("fsdp", fsdp), ("two_d", two_d))
+        for name, parallel in layouts:
+            nbytes = sum(four.call(hold, "small layers", setting.gib, parallel))
+            four.call(dcp_save, Dcp(), root / name)
+        with World(3) as three:
+            measure("FSDP2 4 -> 3", three, fsdp, root / "fsdp")
+        measure("FSDP2 4 -> one process", one, plain, root / "fsdp")
+        measure("2-D 2x2 -> 4x1", four, two_d_flat, root / "two_d")
+    emit(
+        "resharding of DCP folders, bytes read / needed",
+        ratios=ratios,
+        needs={name: Need(1.05, at_least=False) for name in ratios},
+        missing={},
+        gib=round(nbytes / 2**30, 3),
+    )
+
+
+ROWS: dict[str, Callable[[Setting], None]] = {
+    "formats": row_load,
+    "formats-reshard": row_reshard,
+}
