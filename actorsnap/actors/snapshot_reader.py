@@ -46,6 +46,9 @@ logger = Log(__name__)
 
 T = TypeVar("T")
 
+_MAX_ROUNDS = 3
+"""A composite tensor, its parts, and the tensors that these view."""
+
 
 async def find_commit(storage: Storage, *, folder: str = "") -> Commit | None:
     """Returns the commit object, if any.
@@ -277,7 +280,7 @@ class SnapshotReader:
                 return None
             pages: dict[int, memoryview] = {}
             more = table.container_pages if with_containers else []
-            while True:
+            for _ in range(_MAX_ROUNDS):
                 new = sorted({*more, *table.pages_of(wanted)} - pages.keys())
                 await self._add_pages(pages, table, prefix, new)
                 entries = await self.run_blocking(
@@ -288,6 +291,7 @@ class SnapshotReader:
                 if parts == wanted:
                     return table.with_entries(entries)
                 wanted.update(parts)
+            raise FormatError(key=key, detail="a view refers to no tensor entry")
 
         with missing_is_damage(key, "rank manifest"):
             found = await read_intact(self.storage, read)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -15,8 +16,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from actorsnap import Options, StateDict
 from actorsnap.errors import ChecksumMismatch, FormatError, IncompatibleState
 from actorsnap.format.layout import manifest_key
-from actorsnap.format.manifest import CompositeEntry, ContainerEntry, ValueEntry
-from actorsnap.format.tables import PREFIX_BYTES
+from actorsnap.format.manifest import CompositeEntry, ContainerEntry, ValueEntry, ViewEntry
+from actorsnap.format.tables import PREFIX_BYTES, decode_rank_manifest, encode_rank_manifest
 from actorsnap.planning.packing import Item
 from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
@@ -278,3 +279,23 @@ def test_a_bad_manifest(tmp_path: Path, what: str) -> None:
     with pytest.raises(kind) as caught:
         Snapshot(tmp_path, options=FAST).read_object(many.paths[150])
     assert caught.value.key == manifest_key(ATTEMPT, 9)
+
+
+def test_views_of_views_are_not_followed(tmp_path: Path, reads: Reads) -> None:
+    """No save writes them, and each would cost a look at all entries before it."""
+    Many("fsdp", RANKS, 300).write(tmp_path)
+    key = manifest_key(ATTEMPT, 7)
+    manifest = decode_rank_manifest((tmp_path / key).read_bytes(), key)
+    (view,) = [entry for entry in manifest.entries if isinstance(entry, ViewEntry)]
+    chain = [
+        msgspec.structs.replace(view, path=f"{view.path}{n or ''}", of=f"{view.path}{n + 1}")
+        for n in range(1000)
+    ]
+    entries = (*[entry for entry in manifest.entries if entry is not view], *chain)
+    (tmp_path / key).write_bytes(
+        encode_rank_manifest(msgspec.structs.replace(manifest, entries=entries))
+    )
+    with pytest.raises(FormatError, match="no tensor") as caught:
+        Snapshot(tmp_path, options=FAST).read_object(f"7/{view.path}")
+    assert caught.value.key == key
+    assert len(reads.of(7)) < 5
