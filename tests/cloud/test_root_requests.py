@@ -36,7 +36,7 @@ def test_the_newest_is_found_by_lists_alone(settings: dict[str, Any], proxy: Fau
     assert found.step == 10 * (NUM - 1)
     asked = requests_of(proxy.exchanges())
     # Verified, then restored: its commit object, manifest and data.
-    restored = {"GET commit object": 2, "GET object": 3, "HEAD object": 1}
+    restored = {"GET commit object": 2, "GET object": 3, "LIST of objects": 1}
     assert asked == LOOK | restored
 
 
