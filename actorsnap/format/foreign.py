@@ -104,8 +104,8 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
         if key.endswith(".distcp"):
             return (
                 "foreign",
-                f"{key!r} is of torch.distributed.checkpoint (DCP), and the .metadata that names it "
-                "is missing: the save did not end, or a copy left it out",
+                f"{key!r} is of torch.distributed.checkpoint (DCP), and the .metadata that names "
+                "it is missing: the save did not end, or a copy left it out",
             )
         reader = _READERS.get(f".{key.rpartition('.')[2]}", "")
         if reader:
