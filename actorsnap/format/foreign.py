@@ -33,7 +33,6 @@ _READERS: Mapping[str, str] = {
     ".ckpt": "torch.load",
     ".bin": "torch.load",
     ".safetensors": "safetensors.torch.load_file",
-    ".distcp": "torch.distributed.checkpoint.load",
 }
 """Suffix of another program's file -> its reader."""
 
@@ -102,6 +101,12 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
             "folder that they came from, or copy all of it with `actorsnap cp`",
         )
     for key in keys:
+        if key.endswith(".distcp"):
+            return (
+                "foreign",
+                f"{key!r} is of torch.distributed.checkpoint (DCP), and the .metadata that names "
+                "it is missing: the save did not end, or a copy left it out",
+            )
         reader = _READERS.get(f".{key.rpartition('.')[2]}", "")
         if reader:
             return (
