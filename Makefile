@@ -5,6 +5,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
+FRAMEWORKS_READY := $(VENV)/.ready-frameworks
 BENCH_ARGS ?=
 UPSTREAM_ARGS ?=
 DIR ?= upstream
@@ -27,7 +28,7 @@ demo: $(READY)
 test: lint $(if $(CI),servers)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(LIMITS)
 
-test-all: lint $(if $(CI),servers)
+test-all: lint $(FRAMEWORKS_READY) $(if $(CI),servers)
 	$(BIN)/python -m pytest $(PARALLEL)
 
 # What pip does not bring of them: Debian packages, as root.
@@ -72,4 +73,9 @@ $(READY): pyproject.toml constraints.txt
 
 $(BENCH_READY): $(READY) bench/requirements.txt
 	$(PIP) install -c constraints.txt -r bench/requirements.txt
+	@touch $@
+
+$(FRAMEWORKS_READY): $(READY) tests/frameworks/requirements.txt
+	$(PIP) install -c constraints.txt -r tests/frameworks/requirements.txt
+	$(PIP) install --no-deps torchtitan==0.3.0
 	@touch $@
