@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime
 import multiprocessing
 import os
+import socket
 import time
 import traceback
 from collections.abc import Callable
@@ -71,8 +72,16 @@ class World:
         self.num_ranks = num_ranks
         port = 0
         if num_ranks > 1:
-            self._server = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            port = self._server.port
+            # Not on IPv6, where a store waits for the machine's resolver at each connection.
+            listener = socket.create_server(("127.0.0.1", 0), backlog=128)
+            port = listener.getsockname()[1]
+            self._server = _dist.TCPStore(
+                "127.0.0.1",
+                port,
+                is_master=True,
+                wait_for_workers=False,
+                master_listen_fd=listener.detach(),
+            )
         # A server that has imported torch forks the ranks.
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["bench.ranks"])

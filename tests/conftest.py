@@ -36,6 +36,10 @@ settings.register_profile(
 )
 settings.load_profile("ci" if os.environ.get("CI") else "default")
 
+# torch looks up the names of those that connect: a lost answer of the machine's resolver stops a
+# process for 5 s otherwise. See also tests/support/store_server.py.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:1")
+
 # A shell without job control lets what runs in the background ignore Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -31,6 +31,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.store_server import serve_store
+
 __all__ = ["LIMIT_S", "ROOT", "Child", "Director", "Rank", "World"]
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -141,7 +143,7 @@ class World:
 
     def __init__(self, num_ranks: int, work: Callable[..., Any], **arguments: Any) -> None:
         def serve(channel: Any) -> None:
-            server = _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            server = serve_store()
             channel.write(json.dumps(server.port) + "\n")
             channel.flush()
             while True:

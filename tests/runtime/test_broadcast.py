@@ -7,19 +7,17 @@ from typing import Any
 
 import anyio
 import pytest
-import torch.distributed as dist
 
 from actorsnap.runtime.broadcast import Broadcaster
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.script import run_sync
-
-_dist: Any = dist  # the stubs of its stores are not exported
+from tests.support.store_server import serve_store
 
 
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    return _dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return serve_store()
 
 
 def on_loop(work: Callable[[Host], Coroutine[Any, Any, None]]) -> None:

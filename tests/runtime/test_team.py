@@ -7,11 +7,9 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, cast
 
 import anyio
 import pytest
-import torch.distributed as dist
 
 from actorsnap import SnapshotAborted, StateDict
 from actorsnap.options import Options
@@ -21,6 +19,7 @@ from actorsnap.runtime.host import Host
 from actorsnap.runtime.team import Team
 from actorsnap.state.process_group import find_group
 from actorsnap.sync import Snapshot
+from tests.support.store_server import serve_store
 
 ENDED = Label(CallKind.TAKE, "/ckpt/step-1", 1)
 OWN = Label(CallKind.TAKE, "/ckpt/step-2", 2)
@@ -29,9 +28,7 @@ OWN = Label(CallKind.TAKE, "/ckpt/step-2", 2)
 @pytest.fixture
 def teams() -> Iterator[list[Team]]:
     """Ranks 0 and 1 of a group, both in this process."""
-    store = cast(Any, dist).TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=30)
-    )
+    store = serve_store(timeout=timedelta(seconds=30))
     found = []
     for rank in (0, 1):
         group = find_group(store=store, environ={"RANK": str(rank), "WORLD_SIZE": "2"})
@@ -86,7 +83,7 @@ class _SlowPath:
 def test_the_deadline_names_absent_ranks_after_a_slow_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    store = cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(SnapshotAborted, match=r"waiting for rank 1 to call take\('.*/s'\): every"):

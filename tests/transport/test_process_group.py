@@ -14,6 +14,7 @@ import torch.distributed as dist
 from actorsnap import UsageError
 from actorsnap.state.process_group import Group, StoreAddress, find_group, has_queues, likely_ranks
 from actorsnap.transport.meeting import Meeting
+from tests.support.store_server import serve_store
 
 # Their stubs are not exported.
 _dist: Any = dist
@@ -83,7 +84,7 @@ def test_names_tell_jobs_and_starts_apart() -> None:
 
 
 def test_a_given_store() -> None:
-    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    server = serve_store()
     store = PrefixStore("job", server)
     found = find_group(store=store, environ=_ranks(2, 3))
     assert found is not None

@@ -99,11 +99,11 @@ def test_a_fork_does_not_use_the_parents_connections(director: Director) -> None
 def test_a_process_may_exit_without_closing(ending: str) -> None:
     script = f"""
 import sys, asyncio, threading, time
-from torch.distributed import TCPStore
 from actorsnap.transport.store import StorePort
+from tests.support.store_server import serve_store
 loop = asyncio.new_event_loop()
 threading.Thread(target=loop.run_forever, daemon=True).start()
-store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+store = serve_store()
 port = StorePort(store, namespace="job", rank=0, world_size=2,
                  call_soon=loop.call_soon_threadsafe)
 save = port.begin()

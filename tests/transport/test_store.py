@@ -13,7 +13,6 @@ from typing import Any, cast
 import anyio
 import msgspec
 import pytest
-import torch.distributed as dist
 
 from actorsnap.protocol.messages import Arrived, Proceed
 from actorsnap.transport.ends import Began, Broken, PeerLost
@@ -21,6 +20,7 @@ from actorsnap.transport.mailbox import Frame, Kind
 from actorsnap.transport.store import StoreCoordinator, StorePort, StoreSave
 from tests.conftest import LeakCheck
 from tests.support.cases import slow
+from tests.support.store_server import serve_store
 
 
 def ask(rank: int, data: bytes = b"") -> Arrived:
@@ -65,7 +65,7 @@ class DictStore:
 def store(request: pytest.FixtureRequest) -> Any:
     if request.param == "dict":
         return DictStore()
-    return cast(Any, dist).TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return serve_store()
 
 
 @pytest.fixture
