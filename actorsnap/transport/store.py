@@ -191,8 +191,8 @@ class StoreCoordinator(_End):
         if self._away_s <= _GIVEN_UP * self._lost_after_s:
             return None
         return (
-            f"rank 0, which coordinates, was stopped for {self._away_s:.0f} s, or the job's store did "
-            "not answer: the others may have given it up"
+            f"rank 0, which coordinates, was stopped for {self._away_s:.0f} s, or the job's store "
+            "did not answer: the others may have given it up"
         )
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
