@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import msgspec
 import torch
 
 from bench.child import in_child
@@ -637,6 +638,50 @@ def row_save(setting: Setting) -> None:
     emit("scale save", ratios=ratios, needs=needs, missing={}, runs=facts)
 
 
+def shared(copies: int, shards: int) -> dict[str, float]:
+    """What the coordinator decides about shared reads of a mesh of replicas."""
+    from actorsnap.planning.restore import Range
+    from actorsnap.planning.shared_reads import (
+        ReadInterest,
+        ReadMode,
+        digest_ranges,
+        plan_shared_reads,
+        rank_set,
+    )
+
+    num_ranks = copies * shards
+    everybody = rank_set(range(num_ranks))
+    interests = []
+    for rank in range(num_ranks):
+        shard = rank % shards
+        alike = rank_set(range(shard, num_ranks, shards))
+        ranges = [Range(f"{shard}.safetensors", 0, 40 * MIB)]
+        digests = [digest_ranges(key, alike, ranges) for key in ("model", "optim")]
+        digests.append(digest_ranges("common", everybody, [Range("common", 0, 6 * MIB)]))
+        interests.append(ReadInterest(tuple(digests), 4 * MIB, ""))
+    begin_s = time.process_time()
+    plans = plan_shared_reads(interests, ReadMode.SHARED)
+    return {
+        "cpu_s": round(time.process_time() - begin_s, 3),
+        "up": max(len(msgspec.msgpack.encode(each)) for each in interests),
+        "down": max(len(msgspec.msgpack.encode(each)) for each in plans),
+        "turns": max(len(each.turns) for each in plans),
+    }
+
+
+def row_shared(setting: Setting) -> None:
+    """``Options.read_mode="shared"`` of 4,096 ranks of HSDP: CPU seconds, bytes per rank."""
+    runs = {
+        f"{copies} x {shards}": shared(copies, shards)
+        for copies, shards in ((2, 2048), (64, 64), (2048, 2), (4096, 1))
+    }
+    note(f"shared reads of 4,096 ranks: {runs}")
+    ratios: dict[str, float | None] = {
+        "coordinator CPU s": max(run["cpu_s"] for run in runs.values())
+    }
+    emit("scale shared", ratios=ratios, needs={}, missing={}, runs=runs)
+
+
 ROWS: dict[str, Callable[[Setting], None]] = {
     "scale-index": row_index,
     "scale-large": row_large,
@@ -646,4 +691,5 @@ ROWS: dict[str, Callable[[Setting], None]] = {
     "scale-commands": row_commands,
     "scale-small": row_small,
     "scale-save": row_save,
+    "scale-shared": row_shared,
 }
