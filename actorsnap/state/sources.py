@@ -110,6 +110,27 @@ class HostMemory(msgspec.Struct, frozen=True, gc=False, eq=False):
         copy_bytes(self.view(start, start + len(data)), data)
 
 
+class MemoryPart(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Bytes ``[at, at + nbytes)`` of memory that has many such parts.
+
+    A view is one object for the garbage collector; one of ``HostMemory`` is three.
+    """
+
+    memory: memoryview
+    at: int
+    nbytes: int
+    is_addressable: ClassVar[bool] = True
+
+    def view(self, start: int, stop: int) -> memoryview:
+        return self.memory[self.at + start : self.at + stop]
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        copy_bytes(out, self.view(start, start + len(out)))
+
+    def copy_from(self, start: int, data: memoryview) -> None:
+        copy_bytes(self.view(start, start + len(data)), data)
+
+
 class PartSource(msgspec.Struct, frozen=True, gc=False, eq=False):
     """Bytes ``[start, start + nbytes)`` of another source."""
 

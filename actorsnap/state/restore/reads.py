@@ -16,7 +16,7 @@ from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import BoxPlan
 from actorsnap.planning.shards import Shards
 from actorsnap.state.distributed import LocalPiece, Ranks
-from actorsnap.state.sources import ByteSink, HostMemory
+from actorsnap.state.sources import ByteSink, MemoryPart, memory_at
 from actorsnap.state.tensors import BoxSink, is_addressable
 
 MAX_PLANNED_READS = 1 << 16
@@ -49,7 +49,7 @@ class BoxReads:
         default: The holders of pieces without.
     """
 
-    __slots__ = ("_addresses", "_default", "_pieces", "plan", "shards")
+    __slots__ = ("_memories", "_default", "_pieces", "plan", "shards")
 
     def __init__(
         self, plan: BoxPlan, shards: Shards, pieces: Sequence[LocalPiece], default: Ranks | None
@@ -58,8 +58,11 @@ class BoxReads:
         self.shards = shards
         self._pieces = pieces
         self._default = default
-        self._addresses = [
-            each.tensor.data_ptr() if is_addressable(each.tensor) else None for each in pieces
+        self._memories = [
+            memory_at(each.tensor.data_ptr(), each.tensor.nbytes, each.tensor)
+            if is_addressable(each.tensor)
+            else None
+            for each in pieces
         ]
 
     @property
@@ -74,8 +77,8 @@ class BoxReads:
         nbytes = read.stop - read.start
         first = pieces[read.wanted[0]]
         sink: ByteSink
-        if read.at is not None and (address := self._addresses[read.wanted[0]]) is not None:
-            sink = HostMemory(address + read.at, nbytes, first.tensor)
+        if read.at is not None and (memory := self._memories[read.wanted[0]]) is not None:
+            sink = MemoryPart(memory, read.at, nbytes)
         else:
             targets = [(pieces[at].box, pieces[at].tensor) for at in read.wanted]
             sink = BoxSink(shards.cut.boxes[read.stored], read.start, nbytes, targets)
