@@ -7,6 +7,7 @@ but for the rounds with them. Small jobs are real ranks, of this tree and of ano
 
 from __future__ import annotations
 
+import hashlib
 import io
 import json
 import os
@@ -24,13 +25,26 @@ from typing import Any
 import msgspec
 import torch
 
+from actorsnap import format as format_
 from bench.child import in_child
 from bench.local import Need, Setting, emit, note, status_kib
 
 __all__ = ["ROWS"]
 
 KIB, MIB = 1 << 10, 1 << 20
-FOLDER = Path(os.environ.get("BENCH_SCALE_DIR", tempfile.gettempdir())) / "actorsnap-bench-scale"
+HERE = Path(__file__).resolve().parent
+
+
+def _folder() -> Path:
+    """Of the sources that make the manifests: those of others would be measured otherwise."""
+    digest = hashlib.sha256()
+    for path in (*sorted(Path(format_.__path__[0]).glob("*.py")), HERE / "simulated.py"):
+        digest.update(path.read_bytes())
+    kept = Path(os.environ.get("BENCH_SCALE_DIR", tempfile.gettempdir()))
+    return kept / f"actorsnap-bench-scale-{digest.hexdigest()[:8]}"
+
+
+FOLDER = _folder()
 """Kept between runs: 1 GB of manifests."""
 
 KINDS = ("fsdp", "hsdp", "tp", "stages")

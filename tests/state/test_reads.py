@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -15,7 +16,7 @@ from actorsnap.planning.shards import Shard, Shards
 from actorsnap.state.distributed import LocalPiece
 from actorsnap.state.restore import reads
 from actorsnap.state.restore.reads import BoxReads, Reads, Wanted
-from actorsnap.state.sources import HostMemory
+from actorsnap.state.sources import HostMemory, MemoryPart
 
 BLOCK = MIN_BLOCK_BYTES
 WIDTH = BLOCK // 4
@@ -23,8 +24,9 @@ WIDTH = BLOCK // 4
 
 def place(want: Wanted) -> tuple[int, int, int, int]:
     sink = want.sink
-    assert isinstance(sink, HostMemory)
-    return want.stored.object, want.stored.start, want.stored.stop, sink.address
+    assert isinstance(sink, HostMemory | MemoryPart)
+    address = np.frombuffer(sink.view(0, want.nbytes), np.uint8).ctypes.data
+    return want.stored.object, want.stored.start, want.stored.stop, address
 
 
 @given(st.data(), st.integers(1, 9))

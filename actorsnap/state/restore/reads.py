@@ -75,7 +75,6 @@ class BoxReads:
     def __getitem__(self, number: int) -> Wanted:
         read, shards, pieces = self.plan.reads[number], self.shards, self._pieces
         nbytes = read.stop - read.start
-        first = pieces[read.wanted[0]]
         sink: ByteSink
         if read.at is not None and (memory := self._memories[read.wanted[0]]) is not None:
             sink = MemoryPart(memory, read.at, nbytes)
