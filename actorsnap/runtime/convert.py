@@ -30,6 +30,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
     features_of,
+    with_values,
 )
 from actorsnap.format.tables import encode_rank_manifest
 from actorsnap.planning.packing import Chunk, Item, check_memory, pack
@@ -100,6 +101,7 @@ class Conversion:
         self._stored: set[tuple[str, tuple[int, ...] | None]] = set()
         self._sizes: list[int] = []
         self._ranks: list[tuple[RankManifest, Captured, list[_Origin]]] = []
+        self._has_values = False
         self.total_bytes = 0
 
     def plan(self) -> None:
@@ -108,6 +110,7 @@ class Conversion:
             parts, origins = self._parts_of(manifest)
             captured = Captured(parts=parts, optimizers=dict(manifest.optimizers or {}))
             self.total_bytes += sum([leaf.item.nbytes for leaf in captured.leaves])
+            self._has_values |= captured.has_values
             self._ranks.append((manifest, captured, origins))
 
     async def run(self) -> Commit:
@@ -125,10 +128,10 @@ class Conversion:
 
     @property
     def _record(self) -> SaveRecord:
-        source = self._source
+        source, features = self._source, features_of(is_compressed=False, has_owners=False)
         return SaveRecord(
             world_size=source.world_size,
-            features=features_of(is_compressed=False, has_owners=False),
+            features=with_values(features) if self._has_values else features,
             fsync=True,
             step=source.step,
             metadata=source.metadata,
