@@ -367,8 +367,7 @@ def _decode_dtype(value: Any) -> np.dtype[Any]:
 
 
 def _decode_str(value: Any) -> str:
-    if isinstance(value, dict):
-        value = _DECODERS["str"](value["v"])
+    value = _decode(value, 0, AS_RECORDS)
     if type(value) is not str:
         raise ValueError(f"{value!r:.80} is no text")
     return value
