@@ -435,7 +435,9 @@ class IndexBuilder:
         if not self._is_own:
             entries = self._template.entries
             filled = {parent for entry in entries for parent in ancestors(entry.path)}
-            needed.update(entry.path for entry in entries if entry.path not in filled)
+            for entry in entries:
+                if isinstance(entry, ContainerEntry) and entry.path not in filled:
+                    needed.update([entry.path, *ancestors(entry.path)])
         for path, entry in self._containers.items():
             if path in needed:
                 self._entries.setdefault(path, entry)
