@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from actorsnap.actors.checksum_ledger import ChecksumLedger, manifest_of
 from actorsnap.actors.commit import check_stored
@@ -183,6 +184,9 @@ class Conversion:
                 else:
                     add(_leaf_of(entry), _Origin(entry.data))
             elif isinstance(entry, ValueEntry):
+                if (array := _array_of(entry)) is not None:
+                    add(*array)
+                    continue
                 kind, data = _encoded(entry)
                 if kind is None:
                     parts.append(entry)
@@ -261,6 +265,24 @@ def _encoded(entry: ValueEntry) -> tuple[str | None, Any]:
     if type(entry.value) is objects.Opaque:
         return "pickle", objects.pickled(value)
     return objects.encode(value, entry.path)
+
+
+def _array_of(entry: ValueEntry) -> tuple[Leaf, _Origin] | None:
+    """Returns what to store of a numpy value, whose bytes were in a pickle."""
+    value = entry.value.value if type(entry.value) is objects.Opaque else None
+    kind = objects.numpy_kind(value)
+    if kind is None:
+        return None
+    array = np.asarray(value)
+    item = Item(
+        path=entry.path,
+        dtype=array.dtype.name,
+        shape=array.shape,
+        nbytes=array.nbytes,
+        itemsize=array.itemsize,
+        replicated=entry.replicated,
+    )
+    return Leaf(item, _NOWHERE, kind, array.dtype.str), _Origin(None, array.tobytes())
 
 
 def _leaf_of(entry: TensorEntry | BytesEntry) -> Leaf:

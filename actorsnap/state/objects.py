@@ -33,7 +33,7 @@ import numpy as np
 import torch
 
 from actorsnap.errors import FormatError, UsageError
-from actorsnap.format.manifest import encodes_values
+from actorsnap.format.manifest import TensorType, encodes_values
 from actorsnap.state.records import Rebuild, class_of, fields_of, fields_of_member, is_record
 from actorsnap.state.tensors import DTYPES
 from actorsnap.state.tree import (
@@ -65,7 +65,10 @@ def _constants(kind: type) -> dict[str, Any]:
 
 
 class Opaque(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """An object that was unpickled with the user's permission: in memory only, in no manifest."""
+    """An object that was unpickled: in memory only, in no manifest.
+
+    An array or number of numpy, or anything else with the user's permission.
+    """
 
     value: object
 
@@ -266,7 +269,8 @@ def _decode(encoded: Any, depth: int, rebuild: Rebuild) -> Any:
     if encoded is None or type(encoded) in (str, bool, int, float):
         return encoded
     if type(encoded) is Opaque:
-        return encoded.value
+        value = encoded.value
+        return value.copy() if type(value) is np.ndarray else value
     if depth > _MAX_DEPTH:
         raise FormatError(key="", detail="the inline value nests too deep")
     if isinstance(encoded, list | tuple):
@@ -549,6 +553,15 @@ NUMPY_DTYPES: Final[dict[str, np.dtype[Any]]] = {
 def numpy_name(dtype: np.dtype[Any]) -> str | None:
     """Returns None for a dtype that torch lacks."""
     return dtype.str if NUMPY_DTYPES.get(dtype.str) == dtype else None
+
+
+def numpy_kind(value: object) -> TensorType | None:
+    """Returns the type of the entry for a numpy value of a dtype that torch has, too."""
+    if isinstance(value, np.ndarray | np.generic) and numpy_name(value.dtype) is not None:
+        if isinstance(value, np.generic):
+            return "numpy_scalar"
+        return "numpy" if type(value) is np.ndarray else None
+    return None
 
 
 def array_to_npy(array: np.ndarray[Any, Any]) -> bytes:
