@@ -502,19 +502,12 @@ def encodes_values(encoded: object) -> bool:
     return False
 
 
-def needs_values(entry: Entry) -> bool:
-    """Whether reading an entry needs the feature ``values``."""
-    match entry:
-        case ValueEntry():
-            return type(entry.value) in _NESTED and encodes_values(entry.value)
-        case BytesEntry():
-            return entry.type == "values"
-        case ContainerEntry():
-            return entry.type in VALUE_CONTAINERS or encodes_values(entry.attributes)
-        case TensorEntry():
-            return entry.attributes is not None and any(
-                map(encodes_values, entry.attributes.values())
-            )
+def needs_values(entry: object) -> bool:
+    """Whether reading an entry without bytes needs the feature ``values``."""
+    if type(entry) is ValueEntry:
+        return type(entry.value) in _NESTED and encodes_values(entry.value)
+    if type(entry) is ContainerEntry:
+        return entry.type in VALUE_CONTAINERS or encodes_values(entry.attributes)
     return False
 
 

@@ -465,14 +465,16 @@ def _is_attribute(name: object) -> bool:
 def encode_attributes(parameter: torch.Tensor, path: str) -> dict[str, Any] | None:
     """Encodes the plain attributes of a parameter inline; returns None without any.
 
-    Skips names of torch and of libraries (a leading ``_``), and values that are unsafe or too long.
+    Skips names of torch and of libraries (a leading ``_``), and values that are unsafe, records or
+    too long.
     """
     attributes: dict[str, Any] = {}
     for name, value in vars(parameter).items():
         if _is_attribute(name):
             with suppress(NotInline, UsageError):
                 encoded = encode_inline(value, path)
-                if len(msgspec.json.encode(encoded)) <= INLINE_BYTES:
+                is_short = len(msgspec.json.encode(encoded)) <= INLINE_BYTES
+                if is_short and not any(classes_in(encoded)):  # no restore needs a class for them
                     attributes[name] = encoded
     return attributes or None
 

@@ -284,7 +284,7 @@ class Captured:
                 attributes = part.attributes
                 if part.kind == "values" or (attributes and encodes_values([*attributes.values()])):
                     return True
-            elif needs_values(part):  # type: ignore[arg-type]
+            elif needs_values(part):
                 return True
         return False
 

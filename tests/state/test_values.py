@@ -12,21 +12,18 @@ from datetime import datetime, time, timedelta, timezone
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any, NamedTuple
 
-import msgspec
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import FormatError, UsageError
-from actorsnap.format.manifest import (
-    BytesEntry,
-    ContainerEntry,
-    encodes_values,
-    needs_values,
-)
+from actorsnap.format.manifest import BytesEntry, ContainerEntry
+from actorsnap.state.capture import capture
 from actorsnap.state.objects import decode_inline, encode_inline
 from actorsnap.state.records import NamedRecord, Rebuild
+from actorsnap.state.sources import Captured
+from actorsnap.state.stateful import StateDict
 from actorsnap.state.tree import flatten
 from tests.state.stored import Memory, store
 
@@ -147,20 +144,7 @@ ANY: st.SearchStrategy[Any] = st.recursive(
 
 @given(value=ANY)
 def test_any_nesting_comes_back(value: Any) -> None:
-    memory = store({"v": value})
-    assert same(back(memory), value)
-    needed = [encodes_values(json.loads(msgspec.json.encode(each))) for each in _raw(memory)]
-    assert any(map(needs_values, memory.entries)) == any(needed)
-
-
-def _raw(memory: Memory) -> list[Any]:
-    """The encoded values of a snapshot, however they are stored."""
-    return [
-        {"$": entry.type, "v": entry.attributes}
-        if isinstance(entry, ContainerEntry)
-        else getattr(entry, "value", None)
-        for entry in memory.entries
-    ]
+    assert same(back(store({"v": value})), value)
 
 
 @given(value=ANY)
@@ -221,14 +205,36 @@ def test_long_values_do_not_lie_in_the_manifest(value: Any) -> None:
     (entry,) = memory.entries
     assert isinstance(entry, BytesEntry)
     assert entry.type == "values"
-    assert needs_values(entry)
+    assert captured(value).has_values
     assert same(back(memory), value)
+
+
+def captured(value: Any) -> Captured:
+    return capture({"s": StateDict(v=value)})
+
+
+def test_classes_in_long_values_are_refused_when_they_are_read() -> None:
+    memory = store({"v": {(number, Phase.HOT) for number in range(500)}})
+    assert len(back(memory)) == 500
+    assert len(back(memory, Rebuild())) == 500
+    with pytest.raises(UsageError, match=r"'s/v' is a .*\.Phase, which is not in allowed_types"):
+        back(memory, Rebuild(is_strict=True))
+
+
+def test_attributes_of_parameters_are_no_records() -> None:
+    """No restore may need a class for them: they are kept if they can be."""
+    parameter = torch.nn.Parameter(torch.ones(1))
+    vars(parameter).update(mode=Phase.HOT, modes=[Phase.HOT], axes={0, 1})
+    found = back(store({"v": parameter}), Rebuild(is_strict=True))
+    assert vars(found) == {"axes": {0, 1}}
+    assert captured(parameter).has_values
+    del parameter.axes  # type: ignore[attr-defined]
+    assert not captured(parameter).has_values
 
 
 def test_what_needs_no_feature_has_none() -> None:
     plain = {"a": 1, "b": [1.5], "c": {(1, 2): "x"}, "d": OrderedDict(x={}), "e": [0.1] * 1000}
-    memory = store(plain)
-    assert not any(map(needs_values, memory.entries))
+    assert not captured(plain).has_values
 
 
 # Records --------------------------------------------------------------------------------------
