@@ -34,7 +34,7 @@ import torch
 
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import TensorType, encodes_values
-from actorsnap.state.records import Rebuild, class_of, fields_of, fields_of_member, is_record
+from actorsnap.state.records import Rebuild, class_of, fields_of, fields_of_member
 from actorsnap.state.tensors import DTYPES
 from actorsnap.state.tree import (
     AS_RECORDS,
@@ -42,6 +42,7 @@ from actorsnap.state.tree import (
     DICT_TYPES,
     FACTORIES,
     has_plain_factory,
+    kind_of,
 )
 
 INLINE_BYTES: Final = 4096
@@ -116,7 +117,7 @@ def _encode(value: object, path: str, depth: int) -> Any:
         return encoder(value)
     if isinstance(value, np.dtype):
         return {"$": "npdtype", "v": _encode_descr(value)}
-    if kind in CONTAINER_TYPES or kind in _SETS or is_record(kind):
+    if kind in _SETS or kind_of(value) is not None:
         return _encode_container(value, path, depth + 1)
     if isinstance(value, Enum):
         return _encode_record(value, fields_of_member(value), path, depth + 1)
@@ -163,7 +164,7 @@ def _encode_container(value: Any, path: str, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise UsageError(f"the value at {path!r} nests too deep, or contains itself")
     kind = type(value)
-    if is_record(kind):
+    if kind_of(value) == "record":
         fields = fields_of(value)
         if fields is None:
             raise NotInline(value)

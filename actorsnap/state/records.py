@@ -7,10 +7,9 @@ imports a module or looks up a name. It must not know paths, entries or torch.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, Flag
-from functools import lru_cache
 from typing import Any, Final
 
 from actorsnap.errors import UsageError, call_user_code, text_of
@@ -50,7 +49,8 @@ class NamedRecord:
         return f"<{self.module}.{self.qualname}({fields})>"
 
 
-def _is_record(kind: type) -> bool:
+def is_record(kind: type) -> bool:
+    """Whether instances are their fields, which may be any leaves or containers."""
     if issubclass(kind, Enum):
         return False
     return _is_namedtuple(kind) or (
@@ -58,10 +58,6 @@ def _is_record(kind: type) -> bool:
         and not issubclass(kind, _BUILTIN_BASES)
         and not any([hasattr(kind, name) for name in _OWN_STATES])
     )
-
-
-is_record: Final[Callable[[type], bool]] = lru_cache(maxsize=1024)(_is_record)
-"""Whether instances of a class are their fields, which may be any leaves or containers."""
 
 
 def _is_namedtuple(kind: type) -> bool:

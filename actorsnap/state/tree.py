@@ -49,6 +49,10 @@ FACTORIES: Final[Mapping[str, Callable[[], Any]]] = {
 AS_RECORDS: Final = Rebuild()
 """Rebuilds no class."""
 
+_KINDS: dict[type, ContainerType | None] = dict(CONTAINER_TYPES)
+"""Kinds of the classes that were seen; None for leaves. A call per leaf would take longer."""
+
+_MAX_KINDS = 1024
 _LISTS = frozenset({"list", "tuple", "deque"})
 _PLAIN_TYPES = frozenset({str, int, bool, float, type(None)})
 """Types of dict keys with tokens, and of items of long lists that are one leaf."""
@@ -158,8 +162,18 @@ def parent_of(path: str) -> str:
 
 def kind_of(node: object) -> ContainerType | None:
     """Returns None for a leaf. Further leaves have no child paths."""
-    kind = type(node)
-    return CONTAINER_TYPES.get(kind) or ("record" if is_record(kind) else None)
+    try:
+        return _KINDS[type(node)]
+    except KeyError:
+        return _learn(type(node))
+
+
+def _learn(kind: type) -> ContainerType | None:
+    if len(_KINDS) > _MAX_KINDS:  # classes made by a running program are not kept for ever
+        _KINDS.clear()
+        _KINDS.update(CONTAINER_TYPES)
+    found = _KINDS[kind] = CONTAINER_TYPES.get(kind) or ("record" if is_record(kind) else None)
+    return found
 
 
 def _children(path: str, node: object, kind: ContainerType) -> _Children | None:
@@ -244,10 +258,11 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
     # Recursion would hit the program's limit before ours.
     outer: list[tuple[Iterator[tuple[str, object]], int]] = []
     active: set[int] = set()
+    kinds = _KINDS
     siblings: Iterator[tuple[str, object]] = iter([(root, value)])
     while True:
         for path, node in siblings:
-            kind = kind_of(node)
+            kind = kinds[type(node)] if type(node) in kinds else _learn(type(node))
             children = None if kind is None else _children(path, node, kind)
             if children is None:
                 paths.append(path)
