@@ -206,11 +206,8 @@ def test_installed(tmp_path: Path) -> None:
             dcp.load(back, checkpoint_id=tmp_path / folder)
             assert _same(state, back)
         back = _zeroed(state)
-        with pytest.raises(CheckpointException, match=r"'array'.*numpy.*allow_pickle"):
-            dcp.load(back, checkpoint_id=tmp_path / "old")
-        del back["array"]
-        dcp.load(back, checkpoint_id=tmp_path / "old")
-        assert _same({key: state[key] for key in back}, back)
+        dcp.load(back, checkpoint_id=tmp_path / "old")  # torch's, an array of numpy among it
+        assert _same(state, back)
         with pytest.raises(UsageError, match="installed already"):
             install()
         with pytest.raises(RuntimeError, match="Cannot detect"):
