@@ -45,6 +45,7 @@ if TYPE_CHECKING:
     from actorsnap.runtime.verify import VerifyReport
     from actorsnap.snapshot import PendingSnapshot, Snapshot, warm_up
     from actorsnap.state.optim import ModelState, prime_optimizer
+    from actorsnap.state.records import NamedRecord
     from actorsnap.state.stateful import RNGState, StateDict, Stateful
 
 __version__: str
@@ -62,6 +63,7 @@ _NAMES_BY_MODULE = {
     "actorsnap.runtime.verify": ("VerifyReport",),
     "actorsnap.snapshot": ("PendingSnapshot", "Snapshot", "warm_up"),
     "actorsnap.state.optim": ("ModelState", "prime_optimizer"),
+    "actorsnap.state.records": ("NamedRecord",),
     "actorsnap.state.stateful": ("RNGState", "StateDict", "Stateful"),
 }
 """The public names by module."""
@@ -79,6 +81,7 @@ __all__ = [
     "Guard",
     "IncompatibleState",
     "ModelState",
+    "NamedRecord",
     "NoValidSnapshot",
     "NotASnapshot",
     "ObjectExists",

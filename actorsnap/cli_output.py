@@ -210,8 +210,14 @@ def describe(leaf: ListedLeaf) -> list[str]:
         case ValueEntry():
             return [shorten(_value_text(entry))]
         case ContainerEntry():
-            return [entry.type]
+            return [_container_text(entry)]
     raise AssertionError(entry)
+
+
+def _container_text(entry: ContainerEntry) -> str:
+    if entry.type == "record":
+        return ".".join(map(str, decode_inline(entry.attributes, entry.path)))
+    return entry.type
 
 
 def _value_text(entry: ValueEntry) -> str:
@@ -274,7 +280,7 @@ def _label(name: str, node: Node) -> str:
     if not node.children:
         return "  ".join([name, *(describe(node.leaf) if node.leaf is not None else ())])
     container = None if node.leaf is None else node.leaf.entry
-    kind = f"{container.type}, " if isinstance(container, ContainerEntry) else ""
+    kind = f"{_container_text(container)}, " if isinstance(container, ContainerEntry) else ""
     return (
         f"{name}  ({kind}{count_of(node.num_leaves, 'leaf', 'leaves')}, {size_text(node.nbytes)})"
     )
@@ -438,7 +444,7 @@ def _outline_of(entry: Entry) -> tuple[object, ...]:
         case BytesEntry():
             return entry.path, entry.type, entry.data.stop - entry.data.start
         case ContainerEntry():
-            return entry.path, entry.type
+            return entry.path, _container_text(entry)
         case ValueEntry():
             return entry.path, ""
     return entry.path, entry.dtype, entry.shape, type(entry)

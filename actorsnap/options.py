@@ -5,8 +5,10 @@ Defines all defaults. No other module reads an ``ACTORSNAP_*`` variable.
 
 from __future__ import annotations
 
+import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -61,6 +63,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
         verify: Compare every byte that is read with its checksum.
         allow_pickle: Store and load objects outside the safe set with pickle. Loading a pickle runs
             code chosen by its writer.
+        allowed_types: Dataclasses, namedtuples and enums of which a restore makes instances. Saving
+            them needs no option. Their constructors run, and no other code that a snapshot names.
         allow_optimizer_change: Restore an optimizer that was saved from another class. Its next
             step may fail if it cannot use the saved hyperparameters and state.
         timeout_s: Deadline of a call, at most a day. After it, takes and restores by several ranks
@@ -113,6 +117,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
     fsync: bool = True
     verify: bool = True
     allow_pickle: bool = False
+    allowed_types: Sequence[type[Any]] = ()
     allow_optimizer_change: bool = False
     timeout_s: float = 3600.0
     lost_after_s: float = 30.0
@@ -135,6 +140,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
         for name in ("fsync", "verify", "allow_pickle", "allow_optimizer_change", "detach"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"Options.{name} must be True or False")
+        self._check_types()
         self._check_seconds("timeout_s", 0.0)
         self._check_seconds("lost_after_s", MIN_LOST_AFTER_S)
         self._check("chunk_bytes", MIN_CHUNK_BYTES)
@@ -162,6 +168,27 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
             Codec.parse(self.compression)
         if self.memory_budget_bytes is not None:
             self._check("memory_budget_bytes", MIN_CHUNK_BYTES)
+
+    def _check_types(self) -> None:
+        types = self.allowed_types
+        if not isinstance(types, list | tuple):
+            raise UsageError(f"Options.allowed_types must be a list of classes, not {types!r:.200}")
+        seen: dict[tuple[str, str], type] = {}
+        for kind in types:
+            if not isinstance(kind, type) or not (
+                issubclass(kind, Enum) or dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
+            ):
+                raise UsageError(
+                    f"Options.allowed_types has {kind!r:.200}, which is no dataclass, namedtuple "
+                    "or enum: pass the classes themselves"
+                )
+            name = kind.__module__, kind.__qualname__
+            if seen.setdefault(name, kind) is not kind:
+                raise UsageError(f"Options.allowed_types has two classes {'.'.join(name)}")
+
+    def for_process(self) -> Options:
+        """Returns the options for the uploader process, which rebuilds nothing."""
+        return msgspec.structs.replace(self, trace=None, allowed_types=())
 
     def _check_trace(self) -> None:
         if self.trace is None:
@@ -211,6 +238,8 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
         if not variable.startswith(_PREFIX):
             continue
         name = variable.removeprefix(_PREFIX).upper()
+        if name == "ALLOWED_TYPES":
+            raise UsageError(f"{variable}: classes can only be passed by the program")
         if name in types:
             values[name.lower()] = _convert(variable, text, types[name])
         elif name not in known:

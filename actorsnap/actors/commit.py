@@ -118,6 +118,7 @@ class CommitActor:
         commit_object: What to commit.
         turn: Waits for earlier saves to the same path; returns whether the commit of one may yet
             take effect.
+        has_values: Whether the snapshot needs the feature ``values``; asked before the commit.
 
     Attributes:
         replaced: The attempt that was replaced, if any.
@@ -133,6 +134,7 @@ class CommitActor:
     deadline: float
     suspicion: Callable[[], Awaitable[str | None]]
     turn: Callable[[], Awaitable[bool]] | None = None
+    has_values: Callable[[], bool] | None = None
 
     def __post_init__(self) -> None:
         self._attempt = self.commit_object.attempt
@@ -152,6 +154,8 @@ class CommitActor:
 
     async def commit(self, payloads: Mapping[int, bytes]) -> Failure | None:
         sizes = manifest_sizes(payloads)
+        if self.has_values is not None and self.has_values():
+            self.commit_object = self.commit_object.with_values()
         answers: list[Failure | None] = []
         with self._scope:
             answers.append(await self.context.errands.run(self._write, sizes))

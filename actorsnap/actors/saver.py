@@ -350,6 +350,7 @@ class Saver:
             globs=captured.globs,
             sharded=captured.sharded,
             outline=outline,
+            has_values=captured.has_values,
         )
         return list(scopes.values()), inventory, lists
 

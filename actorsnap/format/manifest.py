@@ -37,7 +37,7 @@ from actorsnap.format.layout import (
 
 FORMAT_NAME = "actorsnap"
 FORMAT_VERSION = 1
-FEATURES = ("annotations", "block_sizes", "compression", "owners", "tables")
+FEATURES = ("annotations", "block_sizes", "compression", "owners", "tables", "values")
 """Features that this release reads. A snapshot with another one is refused."""
 
 COMMIT_KEY = "actorsnap.json"
@@ -61,6 +61,20 @@ COMPOSITE_PARTS: Mapping[str, tuple[str, ...]] = {
 }
 """The parts of each layout, in order."""
 
+VALUE_CONTAINERS = frozenset({"defaultdict", "deque", "record"})
+"""Container types of the feature ``values``."""
+
+VALUE_TAGS = frozenset(
+    {
+        *VALUE_CONTAINERS,
+        *("set", "frozenset", "range"),
+        *("path", "pure_posix_path", "pure_windows_path"),
+        *("date", "time", "datetime", "timedelta", "timezone"),
+    }
+)
+"""Inline types of the feature ``values``."""
+
+_NESTED = frozenset({dict, list, tuple})
 _MAX_JSON_DEPTH = 500
 MAX_RANKS = 1 << 20
 """Of a snapshot with the feature ``tables``."""
@@ -80,10 +94,12 @@ _HeaderBytes: TypeAlias = Annotated[
 
 # Literals, because omit_defaults compares by identity: decoding returns the default string itself,
 # so a decoded value is encoded to the same bytes.
-ContainerType: TypeAlias = Literal["dict", "ordered_dict", "counter", "list", "tuple"]
+ContainerType: TypeAlias = Literal[
+    "dict", "ordered_dict", "counter", "list", "tuple", "defaultdict", "deque", "record"
+]
 MemoryFormat: TypeAlias = Literal["channels_last", "channels_last_3d"]
 TensorType: TypeAlias = Literal["tensor", "parameter", "buffer", "numpy", "numpy_scalar"]
-BytesType: TypeAlias = Literal["bytes", "bytearray", "str", "json", "pickle", "numpy"]
+BytesType: TypeAlias = Literal["bytes", "bytearray", "str", "json", "pickle", "numpy", "values"]
 CompositeLayout: TypeAlias = Literal[
     "sparse_coo",
     "sparse_csr",
@@ -134,6 +150,10 @@ class Commit(Strict, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_N
     def record(self, rank: int) -> ManifestRecord | None:
         """Returns what an older commit object says of a rank's manifest."""
         return self.manifests[rank] if self.manifests else None
+
+    def with_values(self) -> Commit:
+        """Returns the commit object of a snapshot that needs the feature ``values``."""
+        return msgspec.structs.replace(self, features=with_values(self.features))
 
     def without_owners(self) -> Commit:
         """Returns the commit object without the owner index."""
@@ -234,9 +254,10 @@ class Stored(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
 
 class ContainerEntry(Strict, frozen=True, kw_only=True, tag_field="kind", tag="container"):
-    """A dict, OrderedDict, Counter, list or tuple. Optional for a plain dict with children.
+    """A container. Optional for a plain dict with children.
 
-    ``attributes`` holds a module state dict's ``_metadata``, in the inline encoding.
+    ``attributes``, in the inline encoding: a module state dict's ``_metadata``; a deque's length
+    limit; the name of a defaultdict's factory; module and qualified name of a record's class.
     """
 
     path: _Text
@@ -318,8 +339,8 @@ class ValueEntry(Strict, frozen=True, kw_only=True, tag_field="kind", tag="value
 class BytesEntry(Strict, frozen=True, kw_only=True, gc=False, tag_field="kind", tag="bytes"):
     """A large leaf stored as raw bytes.
 
-    ``str`` is UTF-8 with surrogates passed; ``json`` is in the inline encoding; ``numpy`` in
-    ``numpy.lib.format`` v1.
+    ``str`` is UTF-8 with surrogates passed; ``json`` and ``values`` are in the inline encoding;
+    ``numpy`` in ``numpy.lib.format`` v1.
     """
 
     path: _Text
@@ -462,9 +483,32 @@ def _shown(value: object) -> str:
 
 
 def features_of(*, is_compressed: bool, has_owners: bool) -> tuple[str, ...]:
+    """Returns the features of a save, without ``values``: those follow from the state."""
     optional = {"compression": is_compressed, "owners": has_owners}
     chosen = [name for name, has in optional.items() if has]
     return ("annotations", "block_sizes", *chosen, "tables")
+
+
+def with_values(features: Iterable[str]) -> tuple[str, ...]:
+    return tuple(sorted({*features, "values"}))
+
+
+def encodes_values(encoded: object) -> bool:
+    """Whether reading an inline value needs the feature ``values``."""
+    if isinstance(encoded, dict):
+        return encoded.get("$") in VALUE_TAGS or encodes_values(encoded.get("v"))
+    if isinstance(encoded, list | tuple):
+        return any([type(item) in _NESTED and encodes_values(item) for item in encoded])
+    return False
+
+
+def needs_values(entry: object) -> bool:
+    """Whether reading an entry without bytes needs the feature ``values``."""
+    if type(entry) is ValueEntry:
+        return type(entry.value) in _NESTED and encodes_values(entry.value)
+    if type(entry) is ContainerEntry:
+        return entry.type in VALUE_CONTAINERS or encodes_values(entry.attributes)
+    return False
 
 
 def features_in(manifests: Iterable[RankManifest]) -> tuple[str, ...]:

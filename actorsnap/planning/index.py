@@ -34,6 +34,9 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.shards import Shards, ShardTable
 
+_WHOLE = frozenset({"list", "tuple", "deque", "record"})
+"""Types of containers that no rank reads without some of their items."""
+
 
 class ShardedEntry(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A tensor stored as boxes, never in a manifest; see ``TensorEntry``.
@@ -405,11 +408,11 @@ class IndexBuilder:
         return False
 
     def _drop_broken_lists(self) -> None:
-        """Drops others' lists that lack an item: later items would move up."""
+        """Drops others' lists that lack an item: later items would move up. And records."""
         lists = {
             path
             for path, entry in self._containers.items()
-            if entry.type in ("list", "tuple") and path not in self._own_paths
+            if entry.type in _WHOLE and path not in self._own_paths
         }
         if not lists:
             return
@@ -432,7 +435,9 @@ class IndexBuilder:
         if not self._is_own:
             entries = self._template.entries
             filled = {parent for entry in entries for parent in ancestors(entry.path)}
-            needed.update(entry.path for entry in entries if entry.path not in filled)
+            for entry in entries:
+                if isinstance(entry, ContainerEntry) and entry.path not in filled:
+                    needed.update([entry.path, *ancestors(entry.path)])
         for path, entry in self._containers.items():
             if path in needed:
                 self._entries.setdefault(path, entry)

@@ -46,6 +46,7 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
         private_bytes: Bytes of the items in no scope.
         sharded: Digest of the rank's ``Sharded`` list; empty if the list is empty.
         outline: Digest of its ``Outline``; empty without one.
+        has_values: Its manifest needs the feature ``values``.
     """
 
     private_bytes: int
@@ -53,6 +54,7 @@ class Inventory(msgspec.Struct, frozen=True, array_like=True, gc=False):
     globs: tuple[str, ...] = ()
     sharded: bytes = b""
     outline: bytes = b""
+    has_values: bool = False
 
 
 class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -108,12 +110,14 @@ def build_inventory(
     globs: Sequence[str] = (),
     sharded: Sequence[Sharded] = (),
     outline: Outline | None = None,
+    has_values: bool = False,
 ) -> tuple[Inventory, dict[bytes, tuple[Item, ...]]]:
     """Returns a rank's inventory, and the item lists of its scopes by digest.
 
     Args:
         scopes: Per scope, its ranks and the indices of its items.
         sharded: The tensors that the rank holds a part of, including empty parts.
+        has_values: See ``Inventory``.
     """
     private_bytes = sum([item.nbytes for item in items])
     listed: list[Scope] = []
@@ -131,6 +135,7 @@ def build_inventory(
         tuple(globs),
         digest_of(sharded) if sharded else b"",
         b"" if outline is None else digest_of(outline),
+        has_values,
     )
     return inventory, lists
 

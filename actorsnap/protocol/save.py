@@ -17,7 +17,7 @@ from typing import TypeVar
 
 import msgspec
 
-from actorsnap.format.manifest import SaveRecord
+from actorsnap.format.manifest import SaveRecord, with_values
 from actorsnap.format.owners import decode_owners, deflate_owners, encode_owners
 from actorsnap.planning.inventory import (
     Inventory,
@@ -212,6 +212,9 @@ class SaveDecisions:
     Args:
         common: The fields that are equal on all ranks; only rank 0 gets the metadata in ``save``.
         memory: Of the previous save; no other save may use it.
+
+    Attributes:
+        has_values: The snapshot needs the feature ``values``. Known with the plan.
     """
 
     def __init__(
@@ -224,6 +227,7 @@ class SaveDecisions:
         self._memory = memory or PlanCache()
         self._joined: dict[int, Joined] = {}
         self._plan: SavePlan | None = None
+        self.has_values = False
 
     def decide(self, round: int, payloads: Mapping[int, bytes]) -> Decision:
         """Decides any round but the commit round.
@@ -299,6 +303,7 @@ class SaveDecisions:
             check_sharded(lists)
             memory.agreed, memory.several = holders, on_several_meshes(lists)
         plan = self._plan = memory.plan(structures, self._common.rules)
+        self.has_values = any([found.has_values for found in memory.inventories.values()])
         self.stage = Stage.STORE
         alone = [rank for rank, own in enumerate(plan.ranks) if not own.is_shared]
         is_shared = len(alone) < len(plan.ranks)
@@ -344,11 +349,14 @@ class SaveDecisions:
 
     def _assignment(self, rank: int, plan: SavePlan) -> Assignment:
         is_known = self._joined[rank].plan == plan.digests[rank]
+        save = self._common.save if rank == 0 else self._save_of_others
+        if self.has_values:
+            save = msgspec.structs.replace(save, features=with_values(save.features))
         return msgspec.structs.replace(
             self._common,
             digest=plan.digests[rank],
             plan=None if is_known else plan.ranks[rank],
-            save=self._common.save if rank == 0 else self._save_of_others,
+            save=save,
             shares_objects=plan.ranks[rank].is_shared,
         )
 

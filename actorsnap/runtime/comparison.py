@@ -23,6 +23,7 @@ from actorsnap.runtime.location import AppState
 from actorsnap.state.capture import optimizers_in
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
 from actorsnap.state.optim import class_names, takes_state_of
+from actorsnap.state.records import Rebuild
 from actorsnap.state.restore.aliasing import find_conflicts
 from actorsnap.state.restore.build import KeyRestore, prepare
 from actorsnap.state.restore.match import Interest, entries_by_key
@@ -252,6 +253,7 @@ class _Comparer:
             unshared=unshared,
             world_size=self.index.world_size,
             casts=self.casts,
+            rebuild=Rebuild.of(self.options.allowed_types, is_strict=True),
         )
 
     def _must_keep(self, key: str, private: Sequence[str]) -> bool:

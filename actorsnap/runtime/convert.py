@@ -13,6 +13,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from actorsnap.actors.checksum_ledger import ChecksumLedger, manifest_of
 from actorsnap.actors.commit import check_stored
@@ -30,6 +31,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
     features_of,
+    with_values,
 )
 from actorsnap.format.tables import encode_rank_manifest
 from actorsnap.planning.packing import Chunk, Item, check_memory, pack
@@ -100,6 +102,7 @@ class Conversion:
         self._stored: set[tuple[str, tuple[int, ...] | None]] = set()
         self._sizes: list[int] = []
         self._ranks: list[tuple[RankManifest, Captured, list[_Origin]]] = []
+        self._has_values = False
         self.total_bytes = 0
 
     def plan(self) -> None:
@@ -108,6 +111,7 @@ class Conversion:
             parts, origins = self._parts_of(manifest)
             captured = Captured(parts=parts, optimizers=dict(manifest.optimizers or {}))
             self.total_bytes += sum([leaf.item.nbytes for leaf in captured.leaves])
+            self._has_values |= captured.has_values
             self._ranks.append((manifest, captured, origins))
 
     async def run(self) -> Commit:
@@ -125,10 +129,10 @@ class Conversion:
 
     @property
     def _record(self) -> SaveRecord:
-        source = self._source
+        source, features = self._source, features_of(is_compressed=False, has_owners=False)
         return SaveRecord(
             world_size=source.world_size,
-            features=features_of(is_compressed=False, has_owners=False),
+            features=with_values(features) if self._has_values else features,
             fsync=True,
             step=source.step,
             metadata=source.metadata,
@@ -180,6 +184,9 @@ class Conversion:
                 else:
                     add(_leaf_of(entry), _Origin(entry.data))
             elif isinstance(entry, ValueEntry):
+                if (array := _array_of(entry)) is not None:
+                    add(*array)
+                    continue
                 kind, data = _encoded(entry)
                 if kind is None:
                     parts.append(entry)
@@ -258,6 +265,24 @@ def _encoded(entry: ValueEntry) -> tuple[str | None, Any]:
     if type(entry.value) is objects.Opaque:
         return "pickle", objects.pickled(value)
     return objects.encode(value, entry.path)
+
+
+def _array_of(entry: ValueEntry) -> tuple[Leaf, _Origin] | None:
+    """Returns what to store of a numpy value, whose bytes were in a pickle."""
+    value = entry.value.value if type(entry.value) is objects.Opaque else None
+    kind = objects.numpy_kind(value)
+    if kind is None:
+        return None
+    array = np.asarray(value)
+    item = Item(
+        path=entry.path,
+        dtype=array.dtype.name,
+        shape=array.shape,
+        nbytes=array.nbytes,
+        itemsize=array.itemsize,
+        replicated=entry.replicated,
+    )
+    return Leaf(item, _NOWHERE, kind, array.dtype.str), _Origin(None, array.tobytes())
 
 
 def _leaf_of(entry: TensorEntry | BytesEntry) -> Leaf:

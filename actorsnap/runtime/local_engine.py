@@ -424,6 +424,7 @@ class LocalEngine:
                 deadline=self._deadline,
                 suspicion=end.suspicion,
                 turn=None if save.turn is None else save.turn.wait,
+                has_values=lambda: decisions.has_values,
             )
         coordinator = CoordinatorActor(
             machine=Coordinator(world_size=save.world_size),

@@ -74,7 +74,7 @@ class RemoteCopy:
                 number=self._number,
                 source=self._source.location.place,
                 to=self._to.place,
-                options=msgspec.msgpack.encode(msgspec.structs.replace(options, trace=None)),
+                options=msgspec.msgpack.encode(options.for_process()),
                 is_paced=options.max_slowdown is not None,
             )
         )

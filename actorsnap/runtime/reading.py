@@ -156,7 +156,13 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
 
     def find(index: Index) -> KeyRestore:
         entries = entries_by_key(index.entries)[key]
-        return prepare(escape(key), entries, target=None, allow_pickle=source.options.allow_pickle)
+        return prepare(
+            escape(key),
+            entries,
+            target=None,
+            allow_pickle=source.options.allow_pickle,
+            rebuild=source.rebuild(is_strict=False),
+        )
 
     return (yield from _read_below(source, view, escape(key), find))
 
@@ -191,7 +197,12 @@ def read_object(
 
     def find(index: Index) -> KeyRestore:
         return read_one(
-            index.entries, root, out, source.options.allow_pickle, index.held_by_other_ranks
+            index.entries,
+            root,
+            out,
+            source.options.allow_pickle,
+            index.held_by_other_ranks,
+            source.rebuild(is_strict=False),
         )
 
     owns_memory = out is None

@@ -197,9 +197,7 @@ class RemoteEngine:
                 values=list(enumerate(described.values)),
                 place=request.location.place,
                 # The trainer writes the trace; its path may not be UTF-8.
-                options=msgspec.msgpack.encode(
-                    msgspec.structs.replace(request.options, trace=None)
-                ),
+                options=msgspec.msgpack.encode(request.options.for_process()),
                 left_s=request.left_s,
                 budget_bytes=self._host.resources.budget.limit_bytes,
                 overwrite=request.overwrite,

@@ -29,6 +29,7 @@ from actorsnap.runtime import partial_index
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, OnRetry, open_location
 from actorsnap.runtime.partial_index import PartialIndex
+from actorsnap.state.records import Rebuild
 from actorsnap.storage.base import Storage, for_each
 from actorsnap.storage.registry import folder_and_name
 
@@ -209,6 +210,10 @@ class Source:
 
         result: T = yield step
         return result
+
+    def rebuild(self, *, is_strict: bool) -> Rebuild:
+        """Returns how records come back; ``is_strict`` refuses classes that are not allowed."""
+        return Rebuild.of(self.options.allowed_types, is_strict=is_strict)
 
     @contextmanager
     def naming(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import tzinfo
 from typing import Any, NamedTuple
 
 import msgspec
@@ -721,6 +722,21 @@ def _why_not_inline(value: object, error: objects.NotInline) -> str:
                     "arrays need keys of type str, int, float, bool or None; convert its keys"
                 )
     is_in = "has a key that is" if is_key else "is" if culprit is value else "holds"
+    if isinstance(culprit, torch.Tensor | np.ndarray | np.generic) and culprit is not value:
+        return (
+            f"is a {type(value).__qualname__} with a {error.kind} in it; only dicts, lists, "
+            "tuples, deques and records of these hold tensors and arrays: use one of them"
+        )
+    if type(culprit) is defaultdict:
+        return (
+            f"{is_in} a defaultdict with the factory {culprit.default_factory!r:.80}; only builtin "
+            "types are stored as one: convert it to a dict"
+        )
+    if isinstance(culprit, tzinfo):
+        return (
+            f"{is_in} a time in the zone {culprit!s:.80}, which needs a database to read: convert "
+            "it with astimezone(datetime.timezone.utc)"
+        )
     if type(culprit) is int:
         return (
             f"{is_in} an int of {culprit.bit_length()} bits; at most {objects.MAX_INT_BITS} "
@@ -728,7 +744,7 @@ def _why_not_inline(value: object, error: objects.NotInline) -> str:
         )
     return (
         f"{is_in} a {error.kind}, which is outside of the safe set; convert it to tensors, "
-        "arrays, numbers, strings, bytes, dicts, lists and tuples"
+        "arrays, numbers, strings, bytes, dicts, lists, tuples or a dataclass"
     )
 
 

@@ -1,7 +1,7 @@
 """Encodes leaves that are no tensors, inline or as bytes (``docs/format.md``).
 
-Types outside of a closed set are pickled if allowed, else refused. It must not know entries or
-storage.
+Types outside of a closed set are pickled if allowed, else refused. Equal sets are encoded alike in
+every process. It must not know entries or storage.
 """
 
 from __future__ import annotations
@@ -11,9 +11,21 @@ import io
 import struct
 import warnings
 from base64 import b64decode, b64encode
-from collections.abc import Mapping
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from datetime import date, datetime, time, timedelta, timezone
+from enum import Enum
+from functools import partial
 from math import isfinite
+from pathlib import (
+    Path,
+    PosixPath,
+    PurePath,
+    PurePosixPath,
+    PureWindowsPath,
+    WindowsPath,
+)
 from typing import Any, Final, Literal
 
 import msgspec
@@ -21,8 +33,17 @@ import numpy as np
 import torch
 
 from actorsnap.errors import FormatError, UsageError
+from actorsnap.format.manifest import TensorType, encodes_values
+from actorsnap.state.records import Rebuild, class_of, fields_of, fields_of_member
 from actorsnap.state.tensors import DTYPES
-from actorsnap.state.tree import CONTAINER_TYPES, DICT_TYPES
+from actorsnap.state.tree import (
+    AS_RECORDS,
+    CONTAINER_TYPES,
+    DICT_TYPES,
+    FACTORIES,
+    has_plain_factory,
+    kind_of,
+)
 
 INLINE_BYTES: Final = 4096
 """Maximum length of inline values, in bytes."""
@@ -45,7 +66,10 @@ def _constants(kind: type) -> dict[str, Any]:
 
 
 class Opaque(msgspec.Struct, frozen=True, eq=False, gc=False):
-    """An object that was unpickled with the user's permission: in memory only, in no manifest."""
+    """An object that was unpickled: in memory only, in no manifest.
+
+    An array or number of numpy, or anything else with the user's permission.
+    """
 
     value: object
 
@@ -93,8 +117,10 @@ def _encode(value: object, path: str, depth: int) -> Any:
         return encoder(value)
     if isinstance(value, np.dtype):
         return {"$": "npdtype", "v": _encode_descr(value)}
-    if kind in CONTAINER_TYPES:
+    if kind in _SETS or kind_of(value) is not None:
         return _encode_container(value, path, depth + 1)
+    if isinstance(value, Enum):
+        return _encode_record(value, fields_of_member(value), path, depth + 1)
     raise NotInline(value)
 
 
@@ -138,9 +164,32 @@ def _encode_container(value: Any, path: str, depth: int) -> Any:
     if depth > _MAX_DEPTH:
         raise UsageError(f"the value at {path!r} nests too deep, or contains itself")
     kind = type(value)
-    if kind is list or kind is tuple:
-        items = [_encode(item, path, depth) for item in value]
-        return items if kind is list else {"$": "tuple", "v": items}
+    if kind_of(value) == "record":
+        fields = fields_of(value)
+        if fields is None:
+            raise NotInline(value)
+        return _encode_record(value, fields, path, depth)
+    if kind is defaultdict:
+        if not has_plain_factory(value):
+            raise NotInline(value)
+        name = getattr(value.default_factory, "__name__", None)
+        return {"$": "defaultdict", "v": [_encode_pairs(value, path, depth), name]}
+    if issubclass(kind, dict):
+        return {"$": CONTAINER_TYPES[kind], "v": _encode_pairs(value, path, depth)}
+    items = [_encode(item, path, depth) for item in value]
+    if kind is deque:
+        return {"$": "deque", "v": [items, value.maxlen]}
+    if kind in _SETS:
+        # Their order differs between processes.
+        return {"$": kind.__name__, "v": sorted(items, key=msgspec.json.encode)}
+    return items if kind is list else {"$": "tuple", "v": items}
+
+
+def _encode_record(value: object, fields: dict[str, Any], path: str, depth: int) -> Any:
+    return {"$": "record", "v": [*class_of(value), _encode_pairs(fields, path, depth)]}
+
+
+def _encode_pairs(value: Mapping[Any, Any], path: str, depth: int) -> list[list[Any]]:
     pairs = []
     low, high = _INT64
     for key, item in value.items():
@@ -150,10 +199,43 @@ def _encode_container(value: Any, path: str, depth: int) -> Any:
         if type(item) is not int or not low <= item < high:
             item = _encode(item, path, depth)
         pairs.append([key, item])
-    return {"$": CONTAINER_TYPES[kind], "v": pairs}
+    return pairs
 
 
+def _encode_zone(zone: object) -> Any:
+    if zone is None:
+        return None
+    if type(zone) is not timezone:  # others read the time zones of a machine
+        raise NotInline(zone)
+    offset, *name = zone.__getinitargs__()  # type: ignore[attr-defined]
+    return [_microseconds(offset), *map(_encode_str, name)]
+
+
+def _microseconds(value: timedelta) -> int:
+    return value // timedelta(microseconds=1)
+
+
+def _encode_time(value: datetime | time) -> Any:
+    text = value.replace(tzinfo=None).isoformat()
+    return {"$": type(value).__name__, "v": [text, value.fold, _encode_zone(value.tzinfo)]}
+
+
+def _encode_path(tag: str) -> Callable[[PurePath], Any]:
+    return lambda value: {"$": tag, "v": _encode_str(value.as_posix())}
+
+
+_SETS: Final = frozenset({set, frozenset})
 _ENCODERS: Final[dict[type, Any]] = {
+    range: lambda v: {"$": "range", "v": [_encode(n, "", 0) for n in (v.start, v.stop, v.step)]},
+    date: lambda v: {"$": "date", "v": v.isoformat()},
+    time: _encode_time,
+    datetime: _encode_time,
+    timedelta: lambda v: {"$": "timedelta", "v": [v.days, v.seconds, v.microseconds]},
+    timezone: lambda v: {"$": "timezone", "v": _encode_zone(v)},
+    PosixPath: _encode_path("path"),
+    WindowsPath: _encode_path("path"),
+    PurePosixPath: _encode_path("pure_posix_path"),
+    PureWindowsPath: _encode_path("pure_windows_path"),
     bytes: _encode_bytes,
     bytearray: _encode_bytes,
     complex: lambda v: {"$": "complex", "v": [_encode_float(v.real), _encode_float(v.imag)]},
@@ -165,42 +247,101 @@ _ENCODERS: Final[dict[type, Any]] = {
 }
 
 
-def decode_inline(encoded: Any, path: str) -> Any:
+def decode_inline(encoded: Any, path: str, rebuild: Rebuild = AS_RECORDS) -> Any:
     """Decodes a value of ``encode_inline``.
 
     Raises:
         FormatError: ``encoded`` encodes no value. Names ``path``.
-        UsageError: The value is ``Refused``.
+        UsageError: The value is ``Refused``, or a record that cannot be rebuilt. Names ``path``.
     """
     if type(encoded) is Refused:
         raise UsageError(encoded.reason)
     try:
-        return _decode(encoded, 0)
+        return _decode(encoded, 0, rebuild)
+    except UsageError as error:
+        raise UsageError(f"{path!r} {error}") from error
     except FormatError as error:
         raise FormatError(key=path, detail=error.detail) from error
     except Exception as error:
         raise FormatError(key=path, detail=f"the inline value is malformed: {error}") from error
 
 
-def _decode(encoded: Any, depth: int) -> Any:
+def _decode(encoded: Any, depth: int, rebuild: Rebuild) -> Any:
     if encoded is None or type(encoded) in (str, bool, int, float):
         return encoded
     if type(encoded) is Opaque:
-        return encoded.value
+        value = encoded.value
+        return value.copy() if type(value) is np.ndarray else value
     if depth > _MAX_DEPTH:
         raise FormatError(key="", detail="the inline value nests too deep")
     if isinstance(encoded, list | tuple):
-        return [_decode(item, depth + 1) for item in encoded]
+        return [_decode(item, depth + 1, rebuild) for item in encoded]
     if not isinstance(encoded, dict) or set(encoded) != {"$", "v"}:
         raise FormatError(key="", detail="an inline object has other members than '$' and 'v'")
     tag, value = encoded["$"], encoded["v"]
-    if tag == "tuple":
-        return tuple([_decode(item, depth + 1) for item in value])
-    if type(tag) is str and tag in DICT_TYPES:
-        return DICT_TYPES[tag]({_decode(k, depth + 1): _decode(v, depth + 1) for k, v in value})
+    if type(tag) is str and tag in _NESTED_DECODERS:
+        return _NESTED_DECODERS[tag](value, depth + 1, rebuild)
     if tag not in _DECODERS:
         raise FormatError(key="", detail=f"unknown inline type {tag!r:.80}")
     return _DECODERS[tag](value)
+
+
+def _decode_items(value: Any, depth: int, rebuild: Rebuild) -> list[Any]:
+    if type(value) is not list:
+        raise ValueError("its items are no list")
+    return [_decode(item, depth, rebuild) for item in value]
+
+
+def _decode_pairs(value: Any, depth: int, rebuild: Rebuild) -> dict[Any, Any]:
+    return {_decode(k, depth, rebuild): _decode(v, depth, rebuild) for k, v in value}
+
+
+def _decode_dict(
+    kind: Callable[[Any], Any], value: Any, depth: int, rebuild: Rebuild
+) -> dict[Any, Any]:
+    found: dict[Any, Any] = kind(_decode_pairs(value, depth, rebuild))
+    return found
+
+
+def _decode_set(kind: type, value: Any, depth: int, rebuild: Rebuild) -> Any:
+    found = kind(_decode_items(value, depth, rebuild))
+    if len(found) != len(value):
+        raise ValueError("items of a set are equal")
+    return found
+
+
+def _decode_deque(value: Any, depth: int, rebuild: Rebuild) -> deque[Any]:
+    encoded, limit = value
+    items = _decode_items(encoded, depth, rebuild)
+    if limit is not None and (type(limit) is not int or len(items) > limit):
+        raise ValueError(f"a deque of at most {limit!r:.80} items has {len(items)}")
+    return deque(items, limit)
+
+
+def _decode_defaultdict(value: Any, depth: int, rebuild: Rebuild) -> defaultdict[Any, Any]:
+    pairs, name = value
+    if name is not None and name not in FACTORIES:
+        raise ValueError(f"{name!r:.80} is no factory")
+    return defaultdict(FACTORIES.get(name), _decode_pairs(pairs, depth, rebuild))
+
+
+def _decode_record(value: Any, depth: int, rebuild: Rebuild) -> object:
+    module, qualname, pairs = value
+    fields = _decode_pairs(pairs, depth, rebuild)
+    if set(map(type, fields)) - {str} or len(fields) != len(pairs):
+        raise ValueError("the fields of a record have different names")
+    return rebuild.record(module, qualname, fields)
+
+
+_NESTED_DECODERS: Final[dict[str, Callable[[Any, int, Rebuild], Any]]] = {
+    "tuple": lambda v, depth, rebuild: tuple(_decode_items(v, depth, rebuild)),
+    "set": partial(_decode_set, set),
+    "frozenset": partial(_decode_set, frozenset),
+    "deque": _decode_deque,
+    "defaultdict": _decode_defaultdict,
+    "record": _decode_record,
+    **{name: partial(_decode_dict, kind) for name, kind in DICT_TYPES.items()},
+}
 
 
 def _decode_float(value: Any) -> float:
@@ -230,7 +371,61 @@ def _decode_dtype(value: Any) -> np.dtype[Any]:
     return dtype
 
 
+def _decode_str(value: Any) -> str:
+    value = _decode(value, 0, AS_RECORDS)
+    if type(value) is not str:
+        raise ValueError(f"{value!r:.80} is no text")
+    return value
+
+
+def _decode_path(kind: type[PurePath]) -> Callable[[Any], PurePath]:
+    return lambda value: kind(_decode_str(value))
+
+
+def _decode_range(value: Any) -> range:
+    start, stop, step = _integers([_decode(each, 0, AS_RECORDS) for each in value])
+    return range(start, stop, step)
+
+
+def _integers(values: list[Any]) -> list[int]:
+    if set(map(type, values)) != {int}:
+        raise ValueError(f"{values!r:.80} are no integers")
+    return values
+
+
+def _decode_date(value: Any) -> date:
+    found = date.fromisoformat(value)
+    if found.isoformat() != value:
+        raise ValueError(f"{value!r:.80} is no date")
+    return found
+
+
+def _decode_zone(value: Any) -> timezone:
+    offset, *name = value
+    return timezone(timedelta(microseconds=_integers([offset])[0]), *map(_decode_str, name))
+
+
+def _decode_time(kind: type[Any]) -> Callable[[Any], Any]:
+    def decode(value: Any) -> Any:
+        text, fold, zone = value
+        found = kind.fromisoformat(text)
+        if found.isoformat() != text or found.tzinfo is not None:
+            raise ValueError(f"{text!r:.80} is no {kind.__name__}")
+        return found.replace(fold=fold, tzinfo=None if zone is None else _decode_zone(zone))
+
+    return decode
+
+
 _DECODERS: Final[dict[str, Any]] = {
+    "range": _decode_range,
+    "date": _decode_date,
+    "time": _decode_time(time),
+    "datetime": _decode_time(datetime),
+    "timedelta": lambda v: timedelta(*_integers(v)),
+    "timezone": _decode_zone,
+    "path": _decode_path(Path),
+    "pure_posix_path": _decode_path(PurePosixPath),
+    "pure_windows_path": _decode_path(PureWindowsPath),
     "int": int,
     "float": _decode_float,
     "complex": lambda v: complex(_decode_float(v[0]), _decode_float(v[1])),
@@ -246,6 +441,19 @@ _DECODERS: Final[dict[str, Any]] = {
 }
 
 
+def classes_in(encoded: Any) -> Iterator[tuple[str, str]]:
+    """Yields module and qualified name of the records in an inline value."""
+    if isinstance(encoded, dict):
+        value = encoded.get("v")
+        if encoded.get("$") == "record" and isinstance(value, list | tuple) and len(value) == 3:
+            module, qualname, _ = value
+            yield str(module), str(qualname)
+        encoded = value
+    if isinstance(encoded, list | tuple):
+        for item in encoded:
+            yield from classes_in(item)
+
+
 def _is_attribute(name: object) -> bool:
     return (
         isinstance(name, str)
@@ -258,22 +466,28 @@ def _is_attribute(name: object) -> bool:
 def encode_attributes(parameter: torch.Tensor, path: str) -> dict[str, Any] | None:
     """Encodes the plain attributes of a parameter inline; returns None without any.
 
-    Skips names of torch and of libraries (a leading ``_``), and values that are unsafe or too long.
+    Skips names of torch and of libraries (a leading ``_``), and values that are unsafe, records or
+    too long.
     """
     attributes: dict[str, Any] = {}
     for name, value in vars(parameter).items():
         if _is_attribute(name):
             with suppress(NotInline, UsageError):
                 encoded = encode_inline(value, path)
-                if len(msgspec.json.encode(encoded)) <= INLINE_BYTES:
+                is_short = len(msgspec.json.encode(encoded)) <= INLINE_BYTES
+                if is_short and not any(classes_in(encoded)):  # no restore needs a class for them
                     attributes[name] = encoded
     return attributes or None
 
 
-def decode_attributes(encoded: Mapping[str, Any], path: str) -> dict[str, Any]:
+def decode_attributes(
+    encoded: Mapping[str, Any], path: str, rebuild: Rebuild = AS_RECORDS
+) -> dict[str, Any]:
     """See ``decode_inline``."""
     return {
-        name: decode_inline(value, path) for name, value in encoded.items() if _is_attribute(name)
+        name: decode_inline(value, path, rebuild)
+        for name, value in encoded.items()
+        if _is_attribute(name)
     }
 
 
@@ -294,17 +508,18 @@ def encode(value: object, path: str) -> tuple[str | None, Any]:
         if len(data) > INLINE_BYTES:
             return "str", data
     encoded = encode_inline(value, path)
-    if kind in CONTAINER_TYPES:
+    if kind in CONTAINER_TYPES or kind in _SETS:
         data = msgspec.json.encode(encoded)
         if len(data) > INLINE_BYTES:
-            return "json", data
+            return "values" if encodes_values(encoded) else "json", data
     return None, encoded
 
 
-def decode(kind: str, data: bytearray) -> Any:
+def decode(kind: str, data: bytearray, rebuild: Rebuild = AS_RECORDS) -> Any:
     """Decodes a ``bytes`` entry. Unpickling runs any code in it.
 
     Raises:
+        UsageError: See ``decode_inline``.
         Exception: The bytes are no value of that type.
     """
     match kind:
@@ -312,8 +527,8 @@ def decode(kind: str, data: bytearray) -> Any:
             return bytes(data)
         case "bytearray":
             return data
-        case "json":
-            return _decode(msgspec.json.decode(data), 0)
+        case "json" | "values":
+            return _decode(msgspec.json.decode(data), 0, rebuild)
         case "numpy":
             return array_from_npy(data)
         case "pickle":
@@ -341,6 +556,15 @@ NUMPY_DTYPES: Final[dict[str, np.dtype[Any]]] = {
 def numpy_name(dtype: np.dtype[Any]) -> str | None:
     """Returns None for a dtype that torch lacks."""
     return dtype.str if NUMPY_DTYPES.get(dtype.str) == dtype else None
+
+
+def numpy_kind(value: object) -> TensorType | None:
+    """Returns the type of the entry for a numpy value of a dtype that torch has, too."""
+    if isinstance(value, np.ndarray | np.generic) and numpy_name(value.dtype) is not None:
+        if isinstance(value, np.generic):
+            return "numpy_scalar"
+        return "numpy" if type(value) is np.ndarray else None
+    return None
 
 
 def array_to_npy(array: np.ndarray[Any, Any]) -> bytes:

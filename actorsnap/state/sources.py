@@ -24,6 +24,8 @@ from actorsnap.format.manifest import (
     Stored,
     TensorEntry,
     ViewEntry,
+    encodes_values,
+    needs_values,
 )
 from actorsnap.planning.inventory import Outline, Sharded
 from actorsnap.planning.packing import Item, ItemBox, Piece
@@ -294,6 +296,18 @@ class Captured:
             if leaf.scope != ():
                 scopes.setdefault(leaf.scope, []).append(index)
         return scopes
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the snapshot needs the feature ``values``."""
+        for part in self.parts:
+            if type(part) is Leaf:
+                attributes = part.attributes
+                if part.kind == "values" or (attributes and encodes_values([*attributes.values()])):
+                    return True
+            elif needs_values(part):
+                return True
+        return False
 
     @property
     def outline(self) -> Outline:

@@ -1,23 +1,27 @@
 """Flattens state dicts into paths and leaves, and rebuilds them (``docs/format.md``, "Paths").
 
 Pure: it must not know torch, entries or storage. Containers are exactly ``dict``, ``OrderedDict``,
-``Counter``, ``list`` and ``tuple``. Leaves are subclasses (a namedtuple), whose type would be lost,
-dicts with a key without token, and long lists of plain values, whose paths would fill the snapshot.
+``Counter``, ``defaultdict``, ``list``, ``tuple`` and ``deque``, and records. Leaves are subclasses,
+whose type would be lost, dicts with a key without token, defaultdicts with a factory of the
+program, and long lists of plain values, whose paths would fill the snapshot.
 """
 
 from __future__ import annotations
 
 import re
-from collections import Counter, OrderedDict
+import sys
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import isnan
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, TypeAlias, get_args
 
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import MAX_NESTING, ContainerType
+from actorsnap.state.records import Rebuild, class_of, fields_of, is_record
 
 Key: TypeAlias = str | int | bool | float | None
+_Children: TypeAlias = tuple[list[str], Iterable[object]]
 
 CONTAINER_TYPES: Final[Mapping[type, ContainerType]] = {
     dict: "dict",
@@ -25,11 +29,31 @@ CONTAINER_TYPES: Final[Mapping[type, ContainerType]] = {
     Counter: "counter",
     list: "list",
     tuple: "tuple",
+    defaultdict: "defaultdict",
+    deque: "deque",
 }
 DICT_TYPES: Final[Mapping[str, Callable[[Any], Any]]] = {
-    name: kind for kind, name in CONTAINER_TYPES.items() if issubclass(kind, dict)
+    "dict": dict,
+    "ordered_dict": OrderedDict,
+    "counter": Counter,
 }
-_LISTS = frozenset({"list", "tuple"})
+FACTORIES: Final[Mapping[str, Callable[[], Any]]] = {
+    kind.__name__: kind
+    for kind in (
+        *(bool, int, float, complex, str, bytes, bytearray),
+        *(list, tuple, dict, set, frozenset, deque, OrderedDict, Counter),
+    )
+}
+"""Factories of a defaultdict that is stored."""
+
+AS_RECORDS: Final = Rebuild()
+"""Rebuilds no class."""
+
+_KINDS: dict[type, ContainerType | None] = dict(CONTAINER_TYPES)
+"""Kinds of the classes that were seen; None for leaves. A call per leaf would take longer."""
+
+_MAX_KINDS = 1024
+_LISTS = frozenset({"list", "tuple", "deque"})
 _PLAIN_TYPES = frozenset({str, int, bool, float, type(None)})
 """Types of dict keys with tokens, and of items of long lists that are one leaf."""
 
@@ -55,7 +79,8 @@ _HUGE = 1 << 12_000
 class Container:
     """A container that paths do not imply.
 
-    ``metadata`` is torch's ``_metadata`` of a module's state dict.
+    ``metadata`` is torch's ``_metadata`` of a module's state dict; a deque's ``maxlen``; the name
+    of a defaultdict's factory; module and qualified name of a record's class.
     """
 
     type: ContainerType
@@ -135,14 +160,65 @@ def parent_of(path: str) -> str:
     return path.partition("@")[0]
 
 
+def kind_of(node: object) -> ContainerType | None:
+    """Returns None for a leaf. Further leaves have no child paths."""
+    try:
+        return _KINDS[type(node)]
+    except KeyError:
+        return _learn(type(node))
+
+
+def _learn(kind: type) -> ContainerType | None:
+    if len(_KINDS) > _MAX_KINDS:  # classes made by a running program are not kept for ever
+        _KINDS.clear()
+        _KINDS.update(CONTAINER_TYPES)
+    found = _KINDS[kind] = CONTAINER_TYPES.get(kind) or ("record" if is_record(kind) else None)
+    return found
+
+
+def _children(path: str, node: object, kind: ContainerType) -> _Children | None:
+    """Returns paths and values; None for a leaf."""
+    if kind == "record":
+        fields = fields_of(node)
+        if fields is None:
+            return None
+        return [f"{path}/{_escape_str(name)}" for name in fields], fields.values()
+    paths = _child_paths(path, node)
+    if paths is None:
+        return None
+    assert isinstance(node, dict | list | tuple | deque)
+    return paths, node.values() if isinstance(node, dict) else node
+
+
+def metadata_of(node: Any, kind: ContainerType) -> object:
+    """Returns ``Container.metadata``."""
+    match kind:
+        case "ordered_dict":
+            return getattr(node, "_metadata", None)
+        case "deque":
+            return node.maxlen
+        case "defaultdict":
+            return getattr(node.default_factory, "__name__", None)
+        case "record":
+            return list(class_of(node))
+    return None
+
+
+def has_plain_factory(node: defaultdict[Any, Any]) -> bool:
+    factory = node.default_factory
+    return factory is None or FACTORIES.get(getattr(factory, "__name__", "")) is factory
+
+
 def _child_paths(path: str, node: object) -> list[str] | None:
     """Returns None for a leaf."""
     prefix = path + "/"
     if not isinstance(node, dict):
-        assert isinstance(node, list | tuple)
+        assert isinstance(node, list | tuple | deque)
         if len(node) > _MAX_PLAIN_ITEMS and _PLAIN_TYPES.issuperset(map(type, node)):
             return None
         return [f"{prefix}{index}" for index in range(len(node))]
+    if type(node) is defaultdict and not has_plain_factory(node):
+        return None
     kinds = set(map(type, node))
     if kinds == {str}:
         return [prefix + _escape_str(key) for key in node]
@@ -182,22 +258,21 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
     # Recursion would hit the program's limit before ours.
     outer: list[tuple[Iterator[tuple[str, object]], int]] = []
     active: set[int] = set()
+    kinds = _KINDS
     siblings: Iterator[tuple[str, object]] = iter([(root, value)])
     while True:
         for path, node in siblings:
-            kind = CONTAINER_TYPES.get(type(node))
-            children = None if kind is None else _child_paths(path, node)
+            kind = kinds[type(node)] if type(node) in kinds else _learn(type(node))
+            children = None if kind is None else _children(path, node, kind)
             if children is None:
                 paths.append(path)
                 values.append(node)
                 continue
             assert kind is not None
-            assert isinstance(node, dict | list | tuple)
-            metadata = getattr(node, "_metadata", None) if kind == "ordered_dict" else None
-            if kind != "dict" or not children:
+            if kind != "dict" or not children[0]:
                 paths.append(path)
-                values.append(Container(kind, metadata))
-            if not children:
+                values.append(Container(kind, metadata_of(node, kind)))
+            if not children[0]:
                 continue
             if id(node) in active:
                 raise UsageError(
@@ -212,7 +287,7 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
             outer.append((siblings, id(node)))
             active.add(id(node))
             # zip reuses its tuple; a list of pairs would burden the garbage collector.
-            siblings = zip(children, node.values() if isinstance(node, dict) else node, strict=True)
+            siblings = zip(*children, strict=True)
             break
         else:
             if not outer:
@@ -260,17 +335,19 @@ class Skeleton:
         shared = [(self._root, state)]
         for path, node in shared:  # grows
             branch = self._branches.get(path)
-            kind = CONTAINER_TYPES.get(type(node))
+            kind = kind_of(node)
             if branch is None or kind is None:
                 continue
             is_list = kind in _LISTS
-            children = _child_paths(path, node)
+            children = _children(path, node, kind)
             if children is None or is_list != (branch.kind in _LISTS):
                 continue
-            assert isinstance(node, dict | list | tuple)
-            values = node.values() if isinstance(node, dict) else node
-            for child, value in zip(children, values, strict=True):
-                if type(value) in CONTAINER_TYPES and child in self._branches:
+            if (kind == "record" or branch.kind == "record") and (
+                metadata_of(node, kind) != branch.metadata
+            ):
+                continue
+            for child, value in zip(*children, strict=True):
+                if kind_of(value) is not None and child in self._branches:
                     shared.append((child, value))
                 elif not is_list and child not in self:
                     further.append((child, value))
@@ -296,9 +373,22 @@ class Skeleton:
             FormatError: See ``add_leaf``; or the type is unknown.
         """
         self._check_new(path)
-        if kind not in CONTAINER_TYPES.values():
+        if kind not in get_args(ContainerType):
             raise FormatError(key=path, detail=f"unknown container type {kind!r}")
+        if not _is_metadata(kind, metadata):
+            raise FormatError(key=path, detail=f"no {kind} has the attributes {metadata!r:.200}")
         self._open(path, kind).metadata = metadata
+
+    def refusals(self, rebuild: Rebuild) -> list[str]:
+        """Returns a line per record that cannot be rebuilt."""
+        lines = []
+        for branch in self._branches.values():
+            if branch.kind == "record":
+                metadata: Any = branch.metadata
+                names = [str(key) for key in branch.keys]
+                if why := rebuild.why_not(metadata[0], metadata[1], names):
+                    lines.append(f"{branch.path!r} {why}")
+        return lines
 
     def _check_new(self, path: str) -> None:
         if path in self._leaves or path in self._branches:
@@ -344,10 +434,14 @@ class Skeleton:
         except FormatError as error:
             raise FormatError(key=path, detail=f"{token!r} is no token of any key") from error
 
-    def build(self, values: Mapping[str, object]) -> object:
+    def build(self, values: Mapping[str, object], rebuild: Rebuild = AS_RECORDS) -> object:
         """Returns the containers, filled with values.
 
         Leaves without a value are left out, and containers of which all children are.
+
+        Raises:
+            UsageError: See ``Rebuild.record``. Names the path.
+            FormatError: The children do not fit a container.
         """
         built: dict[str, object] = {}
         # Outer containers were added first.
@@ -363,18 +457,46 @@ class Skeleton:
                     continue
                 keys.append(key)
             if keys or not branch.keys or branch.path == self._root:
-                built[branch.path] = _build(branch, keys, children)
+                built[branch.path] = _build(branch, keys, children, rebuild)
         if self._root in built:
             return built[self._root]
         return values[self._root]
 
 
-def _build(branch: _Branch, keys: list[Key], children: list[object]) -> object:
+def _is_metadata(kind: str, metadata: Any) -> bool:
+    match kind:
+        case "deque":
+            return metadata is None or (type(metadata) is int and 0 <= metadata <= sys.maxsize)
+        case "defaultdict":
+            return metadata is None or (type(metadata) is str and metadata in FACTORIES)
+        case "record":
+            return type(metadata) is list and list(map(type, metadata)) == [str, str]
+    return True
+
+
+def _build(
+    branch: _Branch, keys: list[Key], children: list[object], rebuild: Rebuild = AS_RECORDS
+) -> object:
+    metadata: Any = branch.metadata
     if branch.kind in _LISTS:
         order = sorted(range(len(keys)), key=keys.__getitem__)  # type: ignore[arg-type]
         items = [children[i] for i in order]
+        if branch.kind == "deque":
+            if metadata is not None and len(items) > metadata:
+                detail = f"a deque of at most {metadata} items has {len(items)}"
+                raise FormatError(key=branch.path, detail=detail)
+            return deque(items, metadata)
         return tuple(items) if branch.kind == "tuple" else items
-    result = DICT_TYPES[branch.kind](dict(zip(keys, children, strict=True)))
+    held = dict(zip(keys, children, strict=True))
+    if branch.kind == "defaultdict":
+        return defaultdict(FACTORIES.get(metadata), held)
+    if branch.kind == "record":
+        try:
+            fields = {str(key): value for key, value in held.items()}
+            return rebuild.record(metadata[0], metadata[1], fields)
+        except UsageError as error:
+            raise UsageError(f"{branch.path!r} {error}") from error
+    result = DICT_TYPES[branch.kind](held)
     if branch.kind == "ordered_dict" and branch.metadata is not None:
         result._metadata = branch.metadata
     return result

@@ -68,10 +68,12 @@ def written(folder: Path, *more: list[Part | Entry], world: int = 2) -> Path:
     return Saved(ranks).write(folder)
 
 
-def restored_by(rank: int, path: Path, app_state: Any, *, strict: bool = True) -> RestoreReport:
+def restored_by(
+    rank: int, path: Path, app_state: Any, *, strict: bool = True, options: Options | None = None
+) -> RestoreReport:
     """What the rank of a larger group does."""
     location = Location(display_url=str(path), url=str(path), storage_options={})
-    source = Source(location, Options())
+    source = Source(location, options or Options())
     steps = Alone(RestoreDecisions(mode=ReadMode.AUTO), rank=rank)
     return run_sync(restore_by(steps, source, app_state, strict=strict), name="restore")
 

@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -285,11 +286,13 @@ def test_other_classes_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_what_is_no_plain_value_is_refused_alone(tmp_path: Path) -> None:
-    save({"a": {"set": {1, 2}, "deep": ({1}, torch.ones(2)), "x": 1}}, tmp_path)
+    odd = Fraction(1, 3)
+    save({"a": {"odd": odd, "deep": ({odd}, torch.ones(2)), "x": 1, "set": {1, 2}}}, tmp_path)
     snapshot = Snapshot(tmp_path)
     assert snapshot.read_object("a/x") == 1
-    for name in ("set", "deep"):
-        with pytest.raises(UsageError, match="set"):
+    assert snapshot.read_object("a/set") == {1, 2}
+    for name in ("odd", "deep"):
+        with pytest.raises(UsageError, match="Fraction"):
             snapshot.read_object(f"a/{name}")
 
 

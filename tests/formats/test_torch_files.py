@@ -17,6 +17,7 @@ import torch
 
 from actorsnap import Options, Snapshot, UsageError
 from actorsnap.errors import FormatError
+from actorsnap.format.manifest import COMMIT_KEY, decode_commit
 from tests.formats.checkpoints import is_same, make_model, training_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant:UserWarning")
@@ -155,6 +156,97 @@ async def test_other_objects_need_permission(tmp_path: Path, is_zip: bool) -> No
     snapshot = Snapshot(tmp_path / "x.pt", options=Options(allow_pickle=True))
     assert await snapshot.read_object("args") == saved["args"]
     assert (await snapshot.read_object("array") == saved["array"]).all()
+
+
+ARRAYS: dict[str, Any] = {
+    "loss": np.float64(0.25),
+    "flag": np.bool_(True),
+    "half": np.float16(1.5),
+    "complex": np.complex64(1 + 2j),
+    "matrix": np.arange(6, dtype=np.int16).reshape(2, 3),
+    "fortran": np.asfortranarray(np.arange(6.0).reshape(2, 3)),
+    "empty": np.zeros((0, 3), np.uint8),
+    "swapped": np.arange(3, dtype=">i4"),
+    "dtype": np.dtype("float32"),
+    "nested": [{"x": (np.int64(7), np.ones(2))}],
+}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, dict | list | tuple):
+        items = value.values() if isinstance(value, dict) else value
+        return [plain(item) for item in items]
+    if isinstance(value, np.ndarray | np.generic):
+        return type(value), value.dtype.newbyteorder("="), value.shape, value.tolist()
+    return value
+
+
+@BOTH
+async def test_numbers_of_numpy_need_no_permission(tmp_path: Path, is_zip: bool) -> None:
+    save({"model": {"w": torch.ones(3)}, "log": ARRAYS}, tmp_path / "x.pt", is_zip)
+    before = torch.serialization.get_safe_globals()
+    snapshot = Snapshot(tmp_path / "x.pt")
+    found = await snapshot.get_state_dict_for_key("log")
+    assert plain(found) == plain(ARRAYS)
+    found["matrix"][:] = 0
+    assert (await snapshot.read_object("log/matrix")).tolist() == ARRAYS["matrix"].tolist()
+    await snapshot.copy_to(tmp_path / "copy")
+    copy = Snapshot(tmp_path / "copy")
+    assert plain(await copy.get_state_dict_for_key("log")) == plain(ARRAYS)
+    entry: Any = (await copy.get_manifest())["0/log/loss"]
+    assert (entry.type, entry.dtype) == ("numpy_scalar", "<f8")
+    assert torch.serialization.get_safe_globals() == before
+    with pytest.raises(pickle.UnpicklingError):
+        torch.load(tmp_path / "x.pt", weights_only=True)
+
+
+class Reduced:
+    """A value with any pickle."""
+
+    def __init__(self, *reduced: Any) -> None:
+        self.reduced = reduced
+
+    def __reduce__(self) -> Any:
+        return self.reduced
+
+
+SCALAR, RECONSTRUCT = (np.float64(0).__reduce__()[0], np.zeros(0).__reduce__()[0])
+EMPTY = (np.ndarray, (0,), b"b")
+DOUBLE = np.dtype("f8")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        np.array([print], dtype=object),
+        np.array(["text"]),
+        np.datetime64("2026-01-01"),
+        np.zeros(1, [("a", "f8")]),
+        Reduced(SCALAR, (DOUBLE, b"short")),
+        Reduced(SCALAR, (DOUBLE, b"x" * 16)),
+        Reduced(SCALAR, (7, b"x" * 8)),
+        Reduced(np.dtype, ("O",)),
+        Reduced(np.dtype, ("f8", False, True), (3, "<", None, ("a",), {}, -1, -1, 0)),
+        Reduced(np.ndarray, ((1 << 20,),)),
+        Reduced(RECONSTRUCT, (torch.Size, (0,), b"b")),
+        Reduced(RECONSTRUCT, EMPTY, (1, (3,), DOUBLE, False, b"x" * 8)),
+        Reduced(RECONSTRUCT, EMPTY, (1, (-1, -1), DOUBLE, False, b"x" * 8)),
+        Reduced(RECONSTRUCT, EMPTY, (1, (1,), DOUBLE, False, [1])),
+    ],
+)
+async def test_forged_numbers_of_numpy_are_refused(tmp_path: Path, value: Any) -> None:
+    save({"model": {"w": torch.ones(3)}, "x": value}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match=r"x.pt: .*numpy|x.pt: .*held"):
+        await Snapshot(tmp_path / "x.pt").get_manifest()
+
+
+async def test_a_copy_has_the_feature_that_its_values_need(tmp_path: Path) -> None:
+    for name, value in {"plain": [1], "values": {1, 2}}.items():
+        save({"model": {"w": torch.ones(3)}, "x": value}, tmp_path / f"{name}.pt")
+        await Snapshot(tmp_path / f"{name}.pt").copy_to(tmp_path / name)
+        assert await Snapshot(tmp_path / name).read_object("x") == value
+        commit = decode_commit((tmp_path / name / COMMIT_KEY).read_bytes())
+        assert ("values" in commit.features) == (name == "values")
 
 
 async def test_tensors_inside_of_objects(tmp_path: Path) -> None:

@@ -272,15 +272,16 @@ def test_without_checksums_other_cuts_are_other_tensors() -> None:
         assert boxes_of(manifests, rank) == [(start, stop, True)]
 
 
-def test_a_list_that_would_lose_an_item_is_left_out() -> None:
+@pytest.mark.parametrize("kind", ["list", "tuple", "deque", "record"])
+def test_a_list_that_would_lose_an_item_is_left_out(kind: Any) -> None:
     def of(rank: int) -> list[Entry]:
         return [
-            ContainerEntry(path="s/l", type="list"),
+            ContainerEntry(path="s/l", type=kind),
             value("s/l/0", rank),
             value("s/l/1", "x"),
-            ContainerEntry(path="s/d", type="list"),
+            ContainerEntry(path="s/d", type=kind),
             value("s/d/0", 1),
-            ContainerEntry(path="s/empty", type="list"),
+            ContainerEntry(path="s/empty", type=kind),
         ]
 
     manifests = world(of(0), of(1))

@@ -5,6 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections import deque
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +15,22 @@ import torch
 import torch.distributed as dist
 
 from actorsnap.actors import staging
-from actorsnap.errors import SnapshotAborted
+from actorsnap.errors import SnapshotAborted, UsageError
 from actorsnap.format import owners
 from actorsnap.options import Options
 from actorsnap.state.sources import gather
+from actorsnap.state.stateful import StateDict
 from actorsnap.sync import Snapshot
 from tests.ranks.models import STATES, full, step
 from tests.worlds import Rank, World
 
-__all__ = ["direct_lose", "direct_take", "direct_take_without_index", "direct_train_on"]
+__all__ = [
+    "direct_lose",
+    "direct_take",
+    "direct_take_without_index",
+    "direct_train_on",
+    "direct_values",
+]
 
 
 def take(me: Rank, kind: str, path: str, folder: str) -> dict[str, Any]:
@@ -145,6 +155,56 @@ def take_without_index(me: Rank, path: str) -> dict[str, Any]:
 
 def direct_take_without_index(num_ranks: int, path: str) -> list[Any]:
     world = World(num_ranks, take_without_index, path=path)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+@dataclass
+class Settings:
+    name: str
+    window: Any
+
+
+def values_of(rank: int) -> dict[str, Any]:
+    """Values that all ranks hold, that are each rank's own, and that are equal by chance."""
+    return {
+        "same": StateDict(seen={"a", "b"}, window=deque([torch.ones(3), 1], 2)),
+        "own": StateDict(at=date(2026, 1, 1 + rank), settings=Settings(str(rank), {rank})),
+        "equal": StateDict(settings=Settings("x", frozenset("abc"))),
+        "plain": StateDict(step=1),
+    }
+
+
+def take_values(me: Rank, path: str, offload: str) -> list[str]:
+    """Saves values, changes them at once, and restores them from the snapshot."""
+    me.join_gloo()
+    options = Options(offload=offload, allowed_types=[Settings])
+    state = values_of(me.rank)
+    pending = Snapshot.async_take(path, state, replicated=["same/**"], options=options)
+    state["same"]["seen"].clear()
+    state["same"]["window"].append(2)
+    state["own"]["settings"].name = "later"
+    pending.wait()
+    found = {key: StateDict() for key in state}
+    Snapshot(path, options=options).restore(found)
+    said = [
+        key
+        for key, value in values_of(me.rank).items()
+        if sorted(repr(value.data)) != sorted(repr(found[key].data))
+    ]
+    try:
+        Snapshot(path).restore({"equal": StateDict()})
+    except UsageError as error:
+        said.append(str(error).splitlines()[-1].strip())
+    dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def direct_values(path: str, offload: str) -> list[Any]:
+    world = World(3, take_values, path=path, offload=offload)
     try:
         return world.results()
     finally:

@@ -206,3 +206,14 @@ def test_an_embedding_that_two_stages_share_is_one_tensor(
         for name, value in shards.items():
             assert torch.equal(found.tensors[name], value), name
             assert torch.equal(Snapshot(where).read_object(name), value), name
+
+
+@pytest.mark.parametrize("offload", ["thread", slow("process")])
+def test_ranks_save_and_restore_values(director: Director, tmp_path: Path, offload: str) -> None:
+    path = tmp_path / "s"
+    for said in director.play("direct_values", path=str(path), offload=offload):
+        assert said == [
+            "'equal/settings' is a tests.ranks.saves.Settings, which is not in allowed_types"
+        ]
+    assert decode_commit((path / COMMIT_KEY).read_bytes()).features[-1] == "values"
+    assert Snapshot(path).read_object("2/own/settings/name") == "2"

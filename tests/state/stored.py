@@ -19,12 +19,13 @@ from actorsnap.format.manifest import (
 from actorsnap.format.tables import decode_rank_manifest, encode_rank_manifest
 from actorsnap.planning.index import AnyEntry
 from actorsnap.state.capture import capture
+from actorsnap.state.records import Rebuild
 from actorsnap.state.restore.build import KeyRestore, prepare
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.restore.reads import Wanted
 from actorsnap.state.sources import Captured, Leaf
 from actorsnap.state.stateful import StateDict
-from actorsnap.state.tree import escape
+from actorsnap.state.tree import AS_RECORDS, escape
 
 _HEADER = 4096
 _ATTEMPT = "20260101T000000-00000000-1-00000000"
@@ -100,9 +101,16 @@ class Memory:
         *,
         allow_pickle: bool = False,
         check: Callable[[KeyRestore], None] | None = None,
+        rebuild: Rebuild = AS_RECORDS,
     ) -> Any:
         """Restores a key that must fit its target."""
-        restore = prepare(escape(key), self.key(key), target=target, allow_pickle=allow_pickle)
+        restore = prepare(
+            escape(key),
+            self.key(key),
+            target=target,
+            allow_pickle=allow_pickle,
+            rebuild=rebuild,
+        )
         if check is None:
             assert not restore.match.missing
             assert not restore.match.unexpected

@@ -6,7 +6,9 @@ import json
 import math
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable
+from datetime import datetime
 from typing import Any
+from zoneinfo import ZoneInfo
 
 import numpy as np
 import pytest
@@ -211,8 +213,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "large int": (10**4000, r"an int of 13288 bits; at most 12000 are stored"),
     "large int in a list": ([10**4000] * 300, "holds an int of 13288 bits"),
     "large int as a key": ({10**4000: torch.ones(2)}, "a key that is an int of 13288 bits"),
-    "deep": ({(0,): [range(3)]}, "holds a range, which is outside of the safe set"),
-    "defaultdict": (defaultdict(int), "is a collections.defaultdict, which is outside"),
+    "deep": ({(0,): [slice(3)]}, "holds a slice, which is outside of the safe set"),
+    "factory": (defaultdict(lambda: 0, a=1), "is a defaultdict with the factory <function"),
+    "factory inside": ({(0,): defaultdict(Any)}, "holds a defaultdict with the factory typing.Any"),
+    "tensor in a set": ({torch.ones(2)}, "is a set with a torch.Tensor in it; only dicts, lists"),
+    "zone": (datetime(2026, 1, 2, tzinfo=ZoneInfo("UTC")), "holds a time in the zone UTC, which"),
 }
 
 

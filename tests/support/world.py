@@ -223,6 +223,7 @@ class SimulatedSave:
             overwrite=self.overwrite,
             suspicion=end.suspicion,
             deadline=anyio.current_time() + self.timeout_s,
+            has_values=lambda: decisions.has_values,
         )
         return CoordinatorActor(
             machine=Coordinator(world_size=len(self.states)),

@@ -1,7 +1,8 @@
 """The names of torch.distributed.checkpoint (DCP) for the entries of a snapshot, and back.
 
 DCP names a leaf by the keys above it, joined by dots (its *fqn*). It descends into dicts, and into
-lists that hold tensors or further such containers; other lists and all tuples are leaves.
+lists that hold tensors or further such containers; other lists, and all tuples, deques and objects
+are leaves.
 
 A DCP state dict may have leaves at its top level, where an app state has statefuls. They are stored
 below the key ``TOP``, and the mark in the commit object's metadata says so.
@@ -70,6 +71,9 @@ class DcpMark(msgspec.Struct, frozen=True, omit_defaults=True):
     def metadata(self) -> dict[str, Any]:
         return {MARK: {"v": self.v, "flat": self.flat}}
 
+
+_LEAVES = frozenset({"tuple", "deque", "record"})
+"""Types of containers that DCP does not descend into, besides some lists."""
 
 DenseEntry: TypeAlias = TensorEntry | ViewEntry | ShardedEntry
 
@@ -214,7 +218,7 @@ class Catalog:
                 at = at.rpartition("/")[0]
             while at and at not in seen:
                 seen.add(at)
-                if self._types.get(at) not in ("list", "tuple"):  # a dict
+                if self._types.get(at) not in ("list", *_LEAVES):  # a dict
                     descend(at)
                 at = at.rpartition("/")[0]
         return found
@@ -224,7 +228,7 @@ class Catalog:
         if path not in self._leaves:
             parent = path.rpartition("/")[0]
             kind = self._types.get(path)
-            is_leaf = kind == "tuple" or (kind == "list" and path not in self._descended)
+            is_leaf = kind in _LEAVES or (kind == "list" and path not in self._descended)
             if self._mark is not None and not self._mark.flat:
                 is_leaf = parent == self._mark.key
             above = self._leaf_at(parent)

@@ -198,7 +198,8 @@ class PlannedReads:
         wanted: Reads by top-level key. Do them, then call ``finish``.
 
     Raises:
-        UsageError: A pickle, without ``Options.allow_pickle``.
+        UsageError: A pickle, without ``Options.allow_pickle``; or a record of a class that is not
+            in ``Options.allowed_types``.
         FormatError: The snapshot contradicts itself.
     """
 
@@ -253,6 +254,7 @@ class PlannedReads:
             target=None,
             allow_pickle=self.source.options.allow_pickle,
             world_size=self.catalog.index.world_size,
+            rebuild=self.source.rebuild(is_strict=True),
         )
         self._want(path, restore.memory.reads)
         return restore
@@ -260,7 +262,8 @@ class PlannedReads:
     def _add_value(self, item: ReadItem, path: str) -> None:
         entry = self.catalog.entry(path)
         if isinstance(entry, ValueEntry):
-            self._values.append((item, None, objects.decode_inline(entry.value, path)))
+            value = objects.decode_inline(entry.value, path, self.source.rebuild(is_strict=True))
+            self._values.append((item, None, value))
         else:
             self._values.append((item, self._prepare(path), None))
 

@@ -100,7 +100,7 @@ class Description:
         self.entries.append(ContainerEntry(path=path, type=kind, attributes=attributes))
 
     def value(self, path: str, value: object, *, allow_pickle: bool = False, **fields: Any) -> None:
-        """Adds a plain value; with ``allow_pickle`` any object.
+        """Adds a plain value, or an array or number of numpy; with ``allow_pickle`` any object.
 
         Raises:
             UsageError: It is no plain value; names its class.
@@ -108,7 +108,7 @@ class Description:
         try:
             encoded = objects.encode_inline(value, path)
         except objects.NotInline as error:
-            if allow_pickle:
+            if allow_pickle or objects.numpy_kind(value) is not None:
                 self.entries.append(ValueEntry(path=path, value=objects.Opaque(value), **fields))
                 return
             raise UsageError(

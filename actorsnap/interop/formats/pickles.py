@@ -1,8 +1,9 @@
 """Unpickles a saved state without its data, and describes it: of ``torch.save``, and what uses it.
 
 Tensors are on the meta device: no byte of data is read or allocated. The pickle is read by torch's
-weights-only unpickler, which calls nothing but what rebuilds tensors and plain values. Anything
-else is refused by name, unless the caller allows pickles.
+weights-only unpickler, which calls nothing but what rebuilds tensors, plain values and (by
+``numpy_pickles``) numbers of numpy. Anything else is refused by name, unless the caller allows
+pickles.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Any
 
 import msgspec
 import torch
-from torch import _weights_only_unpickler
 
 from actorsnap.errors import FormatError, UsageError, text_of
 from actorsnap.format.geometry import extent_bytes
 from actorsnap.format.manifest import CompositeEntry, Entry, Stored, TensorEntry, ViewEntry
 from actorsnap.interop.formats.describing import DEFAULT_KEY, Description
+from actorsnap.interop.formats.numpy_pickles import InertUnpickler, real
 from actorsnap.state import objects
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.tensors import DTYPE_NAMES, tensor_type
@@ -97,7 +98,7 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
     if allow_pickle:
         unpickler = _AnyUnpickler(file, encoding="utf-8")
     else:
-        unpickler = _weights_only_unpickler.Unpickler(file, encoding="utf-8")
+        unpickler = InertUnpickler(file, encoding="utf-8")
     unpickler.persistent_load = ghosts.load
     try:
         with warnings.catch_warnings():
@@ -200,7 +201,7 @@ class StateDescriber:
                 self._description.container(path, value.type, attributes=attributes)
             else:
                 self._description.value(
-                    path, value, allow_pickle=self._allow_pickle, replicated=self._replicated
+                    path, real(value), allow_pickle=self._allow_pickle, replicated=self._replicated
                 )
 
     def _dense_of(self, path: str, tensor: torch.Tensor) -> list[tuple[str, object]]:

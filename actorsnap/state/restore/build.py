@@ -19,6 +19,7 @@ from actorsnap.planning.index import AnyEntry, named_ranks
 from actorsnap.state import objects
 from actorsnap.state.composite import assemble, is_composite
 from actorsnap.state.distributed import is_distributed
+from actorsnap.state.records import Rebuild
 from actorsnap.state.restore.aliasing import TARGET_TYPES, Target, is_writable
 from actorsnap.state.restore.allocation import (
     Allocation,
@@ -31,7 +32,7 @@ from actorsnap.state.restore.allocation import (
 from actorsnap.state.restore.match import Match, Pair, describe, leaves_of, match_key
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import bytes_of, carried, refusal, slices_of, tensor_type
-from actorsnap.state.tree import human, parent_of, part_path
+from actorsnap.state.tree import AS_RECORDS, human, parent_of, part_path
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +48,14 @@ class KeyRestore:
 
         Raises:
             FormatError: Bytes are no value of their entry's type.
+            UsageError: A record cannot be rebuilt.
         """
         match, memory = self.match, self.memory
         values = match.values | memory.values
         for fresh in memory.fresh:
             values[fresh.entry.path] = _settle(fresh)
         for pair, data in memory.buffers:
-            values[pair.entry.path] = _decode(pair, data)
+            values[pair.entry.path] = _decode(pair, data, match.rebuild)
         for pair in memory.spread:
             values[pair.entry.path] = _spread(pair, values[pair.entry.path])
         for pair in match.composites:
@@ -69,7 +71,7 @@ class KeyRestore:
         root = match.rules.root
         if match.skeleton.is_leaf(root) and root not in values:
             return match.rules.target  # an unexpected leaf, which was not restored
-        return match.skeleton.build(values)
+        return match.skeleton.build(values, match.rebuild)
 
 
 def prepare(
@@ -82,6 +84,7 @@ def prepare(
     unshared: Iterable[str] = (),
     world_size: int = 1,
     casts: bool = False,
+    rebuild: Rebuild = AS_RECORDS,
 ) -> KeyRestore:
     """Prepares the restore of a key, or of less. Does not write to the target.
 
@@ -94,10 +97,11 @@ def prepare(
         matching: Under ``LEAVES``, leaves that ``target`` lacks are not read.
         unshared: Paths of leaves that get fresh memory.
         world_size: Number of ranks that saved.
-        casts: See ``match_key``.
+        casts, rebuild: See ``match_key``.
 
     Raises:
-        UsageError: Leaves are pickled, without ``allow_pickle``. Names all of them.
+        UsageError: Leaves are pickled, without ``allow_pickle``; or records cannot be rebuilt.
+            Names all of them.
         FormatError: Entries contradict themselves or each other. Precedes allocation of their
             memory.
         MemoryError: Names the leaf.
@@ -113,6 +117,7 @@ def prepare(
         matching=matching,
         world_size=world_size,
         casts=casts,
+        rebuild=rebuild,
     )
     return KeyRestore(match, find_memory(match))
 
@@ -123,6 +128,7 @@ def read_one(
     out: object | None,
     allow_pickle: bool,
     held_by_other_ranks: Mapping[str, Sequence[int]] = {},
+    rebuild: Rebuild = AS_RECORDS,
 ) -> KeyRestore:
     """Prepares the restore of one leaf, or of everything below a path.
 
@@ -141,7 +147,12 @@ def read_one(
     if out is not None:
         _check_out(out)
     restore = prepare(
-        root, entries, target=out, allow_pickle=allow_pickle, matching=Matching.LEAVES
+        root,
+        entries,
+        target=out,
+        allow_pickle=allow_pickle,
+        matching=Matching.LEAVES,
+        rebuild=rebuild,
     )
     match = restore.match
     if out is not None and (
@@ -221,11 +232,13 @@ def _settle(fresh: Fresh) -> object:
     return typed(value, entry.type, entry.requires_grad)
 
 
-def _decode(pair: Pair, data: bytearray) -> object:
+def _decode(pair: Pair, data: bytearray, rebuild: Rebuild) -> object:
     entry = pair.entry
     assert isinstance(entry, BytesEntry)
     try:
-        value = objects.decode(entry.type, data)
+        value = objects.decode(entry.type, data, rebuild)
+    except UsageError as error:
+        raise UsageError(f"{entry.path!r} {error}") from error
     except Exception as error:
         raise FormatError(
             key=entry.path, detail=f"its bytes are no {entry.type} value: {text_of(error)}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeAlias
+from typing import Any, Final, NoReturn, TypeAlias
 
 import msgspec
 import numpy as np
@@ -26,6 +26,7 @@ from actorsnap.format.manifest import (
 from actorsnap.planning.index import AnyEntry, Elsewhere, ShardedEntry
 from actorsnap.state import objects
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
+from actorsnap.state.records import HINT, Rebuild
 from actorsnap.state.restore.aliasing import TARGET_TYPES, Target
 from actorsnap.state.restore.checks import (
     NUMPY_KINDS,
@@ -39,6 +40,7 @@ from actorsnap.state.restore.checks import (
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import DTYPE_NAMES, PLAIN_TYPES, address_of, is_addressable, refusal
 from actorsnap.state.tree import (
+    AS_RECORDS,
     Container,
     Skeleton,
     escape,
@@ -48,6 +50,7 @@ from actorsnap.state.tree import (
 )
 
 _TensorLike: TypeAlias = TensorEntry | ViewEntry | ShardedEntry | CompositeEntry
+_MAX_LINES = 50
 _ABSENT: Final[Any] = object()
 _UNWANTED: Final[Any] = object()
 
@@ -295,7 +298,7 @@ class Match:
         attributes: Attributes of fresh tensors.
         aliases: Leaves that only the target has, by path: each is the same tensor as the restored
             leaf with the given path (a tied weight under its second name).
-        may_cast: See ``match_key``.
+        may_cast, rebuild: See ``match_key``.
         casts: Targets of another floating-point dtype than their leaves, by path.
         missing: Leaves or dict keys that only the target has.
         unexpected: Leaves that only the snapshot has.
@@ -311,6 +314,7 @@ class Match:
     bases: Mapping[str, TensorEntry]
     world_size: int
     may_cast: bool = False
+    rebuild: Rebuild = AS_RECORDS
     describer: Describer = field(default_factory=Describer)
     casts: dict[str, torch.Tensor] = field(default_factory=dict)
     pairs: list[Pair] = field(default_factory=list)
@@ -355,6 +359,7 @@ def match_key(
     matching: Matching = Matching.KEYS,
     world_size: int = 1,
     casts: bool = False,
+    rebuild: Rebuild = AS_RECORDS,
 ) -> Match:
     """Compares entries with a target; see ``prepare`` for other parameters.
 
@@ -363,6 +368,7 @@ def match_key(
         entries: Entries outside of ``root`` are used only as bases of views.
         targets: Leaves of ``target``, or substitutes; ``leaves_of`` by default.
         casts: A tensor fits another floating-point dtype.
+        rebuild: Which records become instances of their classes.
 
     Raises:
         UsageError, FormatError: See ``prepare``.
@@ -381,14 +387,17 @@ def match_key(
         bases={e.path: e for e in entries if type(e) is TensorEntry and e.path in viewed},
         world_size=world_size,
         may_cast=casts,
+        rebuild=rebuild,
     )
+    if rebuild.is_strict:
+        _refuse_classes(entries_of_key, rebuild)
     for base in found.bases.values():
         check_tensor(base)
     for entry in entries_of_key:
         if "@" in entry.path:
             _add_part(found, entry)
         elif type(entry) is ContainerEntry:
-            metadata = objects.decode_inline(entry.attributes, entry.path)
+            metadata = objects.decode_inline(entry.attributes, entry.path, rebuild)
             found.skeleton.add_container(entry.path, entry.type, metadata)
         else:
             found.skeleton.add_leaf(entry.path)
@@ -402,6 +411,8 @@ def match_key(
     if not allow_pickle:
         _refuse_pickles(found.pairs)
     _add_missing(found)
+    if lines := found.skeleton.refusals(rebuild):
+        _refuse(lines)
     if matching is Matching.GROUPS:
         _compare_groups(found, entries_of_key)
     return found
@@ -438,7 +449,7 @@ def _add_leaf(found: Match, entry: AnyEntry) -> None:
             elif target is not _UNWANTED and not _is_mismatch(found, path, stored, target):
                 found.pairs.append(Pair(entry, None, None))
         case ValueEntry():
-            value = objects.decode_inline(entry.value, path)
+            value = objects.decode_inline(entry.value, path, found.rebuild)
             target = _find_target(found, entry)
             stored = type(value).__qualname__
             if target is not _UNWANTED and not _is_mismatch(found, path, stored, target):
@@ -478,7 +489,7 @@ def _add_tensor(
 ) -> None:
     path = entry.path
     if attributes:
-        found.attributes[path] = objects.decode_attributes(attributes, path)
+        found.attributes[path] = objects.decode_attributes(attributes, path, found.rebuild)
     target = _find_target(found, entry)
     if target is _UNWANTED:
         return
@@ -544,6 +555,31 @@ def _refuse_pickles(pairs: Iterable[Pair]) -> None:
             "the snapshot; if you trust it, pass options=Options(allow_pickle=True). "
             f"Otherwise restore other keys:\n{lines}"
         )
+
+
+def _refuse_classes(entries: Iterable[AnyEntry], rebuild: Rebuild) -> None:
+    """Refuses records of classes that are not allowed, before any constructor runs."""
+    lines: list[str] = []
+    for entry in entries:
+        encoded: object = None
+        if type(entry) is ContainerEntry:
+            encoded = entry.attributes
+            if entry.type == "record":
+                encoded = {"$": "record", "v": [*(entry.attributes or ()), []]}
+        elif type(entry) is ValueEntry:
+            encoded = entry.value
+        if type(encoded) in (dict, list):
+            for module, qualname in objects.classes_in(encoded):
+                if (module, qualname) not in rebuild.types:
+                    lines.append(f"{entry.path!r} is a {module}.{qualname}")
+    if lines:
+        _refuse([f"{line}, which is not in allowed_types" for line in dict.fromkeys(lines)])
+
+
+def _refuse(lines: Sequence[str]) -> NoReturn:
+    shown = "\n".join([f"  {line}" for line in lines[:_MAX_LINES]])
+    further = f"\n  and {len(lines) - _MAX_LINES} more" if len(lines) > _MAX_LINES else ""
+    raise UsageError(f"{len(lines)} records cannot be rebuilt. {HINT}:\n{shown}{further}")
 
 
 def _add_missing(found: Match) -> None:

@@ -271,7 +271,7 @@ def _find_doubtful(index: Index, match: Match) -> Iterator[tuple[object, Doubtfu
     """Yields the leaves to build, each with a key for its content."""
     for pair in match.pairs:
         entry = pair.entry
-        if isinstance(entry, BytesEntry) and entry.type in ("str", "json", "numpy"):
+        if isinstance(entry, BytesEntry) and entry.type in ("str", "json", "values", "numpy"):
             content = entry.type, _location(index, entry.data)
             yield content, Doubtful(index, entry.path, (entry,))
     for composite in match.composites:
