@@ -32,7 +32,8 @@ def run(program: str, *args: str, cwd: Path) -> str:
     done = subprocess.run(
         [sys.executable, str(ROOT / program), *args],
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(cwd)},
+        # Ray leaves files in the home directory.
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(cwd), "HOME": str(cwd)},
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
