@@ -225,7 +225,11 @@ def objects() -> None:
 def requeued() -> None:
     """What SLURM's handler saves is committed when the call returns."""
     checkpoint_io = ActorsnapCheckpointIO()
-    checkpoint_io.save_checkpoint({"epoch": 1}, "hpc_ckpt_1.ckpt")
+    is_committed = []
+    for name in ("other.ckpt", "hpc_ckpt_1.ckpt"):
+        checkpoint_io.save_checkpoint({"epoch": 1}, name)
+        is_committed.append(checkpoint_io.pending is None)
+    assert is_committed == [False, True]
     assert Snapshot("hpc_ckpt_1.ckpt").read_object("epoch") == 1
     with pytest.raises(NotASnapshot):
         checkpoint_io.load_checkpoint("absent.ckpt")

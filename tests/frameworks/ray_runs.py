@@ -35,7 +35,9 @@ def _starved(config: dict[str, Any]) -> None:
         state["step"] = step
         state["weights"] += 1
         reporter.report({"step": step}, {"state": state}, step=step)
-    reporter.wait()
+    # Ray's error from another thread ends this, unless the second one was reported.
+    ray.train.get_all_reported_checkpoints()
+    Path(config["folder"], "reported").touch()
 
 
 def failures() -> None:
@@ -44,6 +46,7 @@ def failures() -> None:
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     trainer = TorchTrainer(
         _starved,
+        train_loop_config={"folder": folder},
         torch_config=TorchConfig(backend="gloo"),
         scaling_config=ray.train.ScalingConfig(num_workers=2),
         run_config=ray.train.RunConfig(name="run", storage_path=folder),
@@ -51,6 +54,7 @@ def failures() -> None:
     with pytest.raises(ray.train.TrainingFailedError, match="File too large"):
         trainer.fit()
     ray.shutdown()
+    assert not os.path.exists("reported")
     (step,) = [path for path in Path("run").iterdir() if path.is_dir()]
     assert step.name == "step-00000001"
     assert Snapshot(step).verify("full").ok
