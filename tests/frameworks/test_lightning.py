@@ -38,4 +38,4 @@ def test_the_example(tmp_path: Path, num_devices: str) -> None:
 )
 def test_a_program(tmp_path: Path, name: str) -> None:
     output = run("tests/frameworks/lightning_runs.py", name, cwd=tmp_path)
-    assert f"{name}: done" in output.splitlines()
+    assert output.count(f"{name}: done") == (2 if name == "model_parallel" else 1)  # ranks
