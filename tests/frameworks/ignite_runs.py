@@ -109,6 +109,7 @@ def stock_files() -> None:
     with saver:
         train(again, 2, Checkpoint(again, saver, n_saved=1))
     assert names() == ["checkpoint_4.pt"]
+    assert os.path.isdir(f"{FOLDER}/checkpoint_4.pt")
     assert Snapshot(f"{FOLDER}/checkpoint_4.pt").verify("full").ok
 
 

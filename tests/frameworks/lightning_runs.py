@@ -286,7 +286,9 @@ def model_parallel() -> None:
     with dcp.installed():
         straight = train(6)
         assert Snapshot("checkpoints/step=3.ckpt").verify("full").ok
-        assert os.path.isfile("checkpoints/step=3.ckpt/meta.pt")
+        files = os.listdir("checkpoints/step=3.ckpt")
+        assert {"meta.pt", "actorsnap.json"}.issubset(files), files
+        assert not any(name.endswith((".distcp", ".metadata")) for name in files), files
         assert train(6, resume="checkpoints/step=3.ckpt") == straight
 
 
