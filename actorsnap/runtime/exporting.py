@@ -208,7 +208,7 @@ class Body:
         return Fragment(self.nbytes, step, self._origins(joined))
 
     def _origins(self, joined: Iterable[str]) -> tuple[Origin, ...]:
-        if not self.is_verbatim:
+        if not self.is_verbatim or self.has_crc32:  # whose bytes must be seen
             return ()
         found: list[Origin] = []
         for at, stored in self.stored.pieces():
