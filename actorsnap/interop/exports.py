@@ -351,8 +351,10 @@ class _Stubs:
         found: list[AnyEntry] = []
         for entry in entries:
             path = entry.path
-            if isinstance(entry, CompositeEntry) or "@" in path:
-                raise not_plain(path.partition("@")[0], "sparse or quantized tensor")
+            if isinstance(entry, CompositeEntry):
+                raise not_plain(path, "sparse or quantized tensor")
+            if "@" in path:
+                continue  # the memory of a view
             if isinstance(entry, ContainerEntry | ValueEntry):
                 found.append(entry)
             elif isinstance(entry, BytesEntry):

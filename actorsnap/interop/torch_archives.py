@@ -23,7 +23,10 @@ from actorsnap.runtime.exporting import Body, Known, Late, Part
 
 _ALIGNMENT = 64
 _SMALL = (1 << 32) - 1
-"""Larger sizes and offsets need the zip64 format."""
+"""Sizes and offsets from here on need the zip64 format."""
+
+_ELSEWHERE = (1 << 32) - 1
+"""Stands in a field of 32 bits for a value in the zip64 format."""
 
 _HAS_DESCRIPTOR, _IS_UTF8 = 0x8, 0x800
 _LOCAL = struct.Struct("<4s5H3I2H")
@@ -120,7 +123,13 @@ class Archive:
         fixed = self._at + _LOCAL.size + len(encoded) + len(extra) + 4
         padding = -fixed % _ALIGNMENT
         extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        shown = (0, _SMALL, _SMALL) if is_large else (0, 0, 0) if is_body else (crc32, size, size)
+        shown = (
+            (0, _ELSEWHERE, _ELSEWHERE)
+            if is_large
+            else (0, 0, 0)
+            if is_body
+            else (crc32, size, size)
+        )
         header = _LOCAL.pack(
             b"PK\3\4",
             45 if is_large else 20,
@@ -168,12 +177,12 @@ class Archive:
                 _IS_UTF8 | (_HAS_DESCRIPTOR if isinstance(content, Body) else 0),
                 *(0, 0, 0),
                 crc32,
-                min(size, _SMALL),
-                min(size, _SMALL),
+                _field(size),
+                _field(size),
                 len(name),
                 len(extra),
                 *(0, 0, 0, 0),
-                min(at, _SMALL),
+                _field(at),
             )
             found += name + extra
         count, size = len(self._records), len(found)
@@ -189,8 +198,8 @@ class Archive:
             *(0, 0),
             min(count, 0xFFFF),
             min(count, 0xFFFF),
-            min(size, _SMALL),
-            min(start, _SMALL),
+            _field(size),
+            _field(start),
             0,
         )
         return bytes(found)
@@ -201,6 +210,10 @@ class Archive:
 
     def _is_directory(self, part: Part) -> bool:
         return isinstance(part, Late) and part.make == self._finished
+
+
+def _field(value: int) -> int:
+    return value if value < _SMALL else _ELSEWHERE
 
 
 def _length(part: Part) -> int:

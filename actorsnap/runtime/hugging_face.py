@@ -241,7 +241,7 @@ class _Selection:
             if name is None or (paths is not None and path not in paths):
                 continue
             if isinstance(entry, ContainerEntry | Elsewhere) or "@" in path:
-                continue  # parts are reported with their tensor
+                continue  # parts, of a tensor that is refused, or the memory of a view
             if isinstance(entry, CompositeEntry):
                 raise _refused(path, f"{entry.layout.replace('_', ' ')} tensor")
             if not isinstance(entry, TensorEntry | ShardedEntry | ViewEntry):
