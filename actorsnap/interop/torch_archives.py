@@ -123,13 +123,9 @@ class Archive:
         fixed = self._at + _LOCAL.size + len(encoded) + len(extra) + 4
         padding = -fixed % _ALIGNMENT
         extra += struct.pack("<2sH", b"FB", padding) + b"Z" * padding
-        shown = (
-            (0, _ELSEWHERE, _ELSEWHERE)
-            if is_large
-            else (0, 0, 0)
-            if is_body
-            else (crc32, size, size)
-        )
+        shown = (0, 0, 0) if isinstance(crc32, Body) else (crc32, size, size)
+        if is_large:
+            shown = shown[0], _ELSEWHERE, _ELSEWHERE
         header = _LOCAL.pack(
             b"PK\3\4",
             45 if is_large else 20,
