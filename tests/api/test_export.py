@@ -54,14 +54,16 @@ class Net(torch.nn.Module):
     def get_extra_state(self) -> Any:
         return {"version": 2}
 
-    def set_extra_state(self, state: Any) -> None: ...
+    def set_extra_state(self, state: Any) -> None:
+        assert state == {"version": 2}
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
     """All tensors of an export; each is where the index says, and nowhere else."""
     if not (folder / INDEX).exists():
         assert [path.name for path in folder.iterdir()] == ["model.safetensors"]
-        return load_file(folder / "model.safetensors")
+        single: dict[str, torch.Tensor] = load_file(folder / "model.safetensors")
+        return single
     index = json.loads((folder / INDEX).read_text())
     found: dict[str, torch.Tensor] = {}
     files = {path.name for path in folder.iterdir()} - {INDEX}
@@ -182,9 +184,9 @@ async def test_what_is_there(tmp_path: Path) -> None:
     hf.mkdir()
     (hf / "config.json").write_text("{}")
     await snapshot.export_hf(hf, max_shard_bytes=100_000)
-    for kwargs in ({}, {"max_shard_bytes": 100_000}):
+    for max_shard_bytes in (5 * 10**9, 100_000):
         with pytest.raises(ObjectExists, match="overwrite=True"):
-            await snapshot.export_hf(hf, **kwargs)
+            await snapshot.export_hf(hf, max_shard_bytes=max_shard_bytes)
     await snapshot.export_hf(hf, overwrite=True)
     assert {path.name for path in hf.iterdir()} == {"config.json", "model.safetensors"}
     (hf / "config.json").unlink()

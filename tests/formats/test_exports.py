@@ -13,7 +13,9 @@ import anyio
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from actorsnap import ChecksumMismatch, ObjectExists, Options, Snapshot, StateDict, UsageError, sync
 from actorsnap.interop import torch_archives
@@ -104,7 +106,7 @@ async def test_large_storages_in_parts(tmp_path: Path, monkeypatch: pytest.Monke
 def dcp_load(target: dict[str, Any], path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(target, checkpoint_id=path)
+        load(target, checkpoint_id=path)
 
 
 async def test_dcp_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,7 +119,7 @@ async def test_dcp_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     saved |= {"odd": odd, "epoch": 7}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.save(saved, checkpoint_id=tmp_path / "theirs")
+        save(saved, checkpoint_id=tmp_path / "theirs")
     await Snapshot(tmp_path / "theirs").copy_to(tmp_path / "s")
     report = await export_dcp(Snapshot(tmp_path / "s"), tmp_path / "ours")
     assert len(report.files) > 2
@@ -128,7 +130,7 @@ async def test_dcp_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     }
     dcp_load(target, tmp_path / "ours")
     mine, theirs = (
-        dcp.FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "theirs")
+        FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "theirs")
     )
     assert mine.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
     assert mine.planner_data == theirs.planner_data

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
 
 from actorsnap import UsageError
 from actorsnap.interop.exports import export_dcp, export_torch
@@ -58,10 +59,10 @@ def test_all_formats(director: Director, tmp_path: Path, num_ranks: int, kind: s
     target: dict[str, Any] = {name: torch.zeros_like(t) for name, t in model.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dcp.load(target, checkpoint_id=tmp_path / "d")
+        load(target, checkpoint_id=tmp_path / "d")
     assert all(torch.equal(target[name], model[name]) for name in model)
     # Each shard is a chunk: nothing is joined, and any ranks read what they need.
-    metadata = dcp.FileSystemReader(tmp_path / "d").read_metadata()
+    metadata = FileSystemReader(tmp_path / "d").read_metadata()
     chunks = [len(each.chunks) for each in metadata.state_dict_metadata.values()]  # type: ignore[union-attr]
     assert (max(chunks) > 1) == (kind != "ddp")
 
