@@ -45,7 +45,7 @@ class Net(torch.nn.Module):
         self.embed = torch.nn.Embedding(300, width)
         self.layers = torch.nn.ModuleList([torch.nn.Linear(width, width) for _ in range(4)])
         self.norm = torch.nn.BatchNorm1d(width)
-        self.half = torch.nn.Linear(width, width, dtype=torch.bfloat16)
+        self.narrow = torch.nn.Linear(width, width, dtype=torch.bfloat16)
         self.turned = torch.nn.Parameter(torch.randn(width, 5).t())
         self.empty = torch.nn.Parameter(torch.zeros(0, 3))
         self.head = torch.nn.Linear(width, 300, bias=False)

@@ -9,10 +9,10 @@ from collections import OrderedDict
 from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from actorsnap import ChecksumMismatch, ObjectExists, Options, Snapshot, StateDict, UsageError, sync
 from actorsnap.interop import torch_archives
 from actorsnap.interop.exports import export_dcp, export_torch
-from actorsnap.runtime import exporting
+from actorsnap.storage.wrapper import Wrapper
+from tests.api.faults import faulty, faulty_url
 from tests.formats.checkpoints import training_state
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
@@ -150,6 +151,7 @@ async def test_dcp_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (np.ones(2), "numpy array"),
         (torch.eye(3).to_sparse(), "sparse"),
         (slice(1, 2), "slice"),
+        (torch.channels_last, "memory_format"),
     ],
 )
 @pytest.mark.parametrize("export", [export_torch, export_dcp])
@@ -182,24 +184,27 @@ def test_damage_is_found(tmp_path: Path, export: Any) -> None:
     assert not [path for path in (tmp_path / "out").rglob("*") if path.is_file()]
 
 
-def test_the_end_is_written_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until then nothing opens the file: not after a crash either."""
-    seen: list[str] = []
-    release = exporting.Exporter._send
+@pytest.mark.parametrize("kind", ["torch", "hf"])
+def test_what_opens_the_file_is_written_last(tmp_path: Path, kind: str) -> None:
+    """All else is on the disk before: a crash leaves nothing that looks whole."""
+    done: list[str] = []
 
-    async def send(self: Any, file: Any, assembly: Any, write: Any, writer: Any) -> Any:
-        try:
-            await anyio.to_thread.run_sync(torch.load, tmp_path / "x.pt")
-            seen.append("loads")
-        except RuntimeError:
-            seen.append("refused")
-        return await release(self, file, assembly, write, writer)
+    class Noted(Wrapper):
+        async def around(self, op: str, key: str, call: Any, *args: Any, **kwargs: Any) -> Any:
+            result = await call(*args, **kwargs)
+            if op in ("write_at", "copy_from", "release", "complete"):
+                done.append(op)
+            return result
 
-    monkeypatch.setattr(exporting.Exporter, "_send", send)
     options = Options(chunk_bytes=2 << 20)
     state = StateDict({f"w{n}": torch.randn(1 << 19) for n in range(4)})
     snapshot = sync.Snapshot.take(tmp_path / "s", {"model": state}, options=options)
-    export_torch(snapshot, tmp_path / "x.pt")
-    assert set(seen) == {"refused"}
-    assert len(seen) > 3
-    torch.load(tmp_path / "x.pt")
+    with faulty(Noted):
+        if kind == "torch":
+            export_torch(snapshot, faulty_url(tmp_path / "out" / "x.pt"))
+            torch.load(tmp_path / "out" / "x.pt")
+        else:
+            snapshot.export_hf(faulty_url(tmp_path / "out"))
+            load_file(tmp_path / "out" / "model.safetensors")
+    assert done[-3:] == ["release", "write_at", "complete"]
+    assert len(done) > 3
