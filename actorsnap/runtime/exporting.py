@@ -52,6 +52,10 @@ _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16:
 """dtypes that move elements of a size unchanged."""
 
 
+_CAST_ELEMENTS = 1 << 18
+"""Converted at a time."""
+
+
 class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an export.
 
@@ -555,15 +559,21 @@ def _note_crc32(
 
 
 def _fill(body: Body, stored: memoryview, view: memoryview, start: int, stop: int) -> None:
+    out = torch.frombuffer(view, dtype=torch.uint8)
     if body.layout is not None:
         layout = body.layout
         elements = torch.frombuffer(stored, dtype=_CARRIERS[layout.itemsize])
         found = elements.as_strided(layout.shape, layout.strides).contiguous()
-    else:
-        assert body.cast is not None
-        found, start, stop = torch.frombuffer(stored, dtype=body.cast[0]).to(body.cast[1]), 0, 0
-    data = found.reshape(-1).view(torch.uint8)
-    torch.frombuffer(view, dtype=torch.uint8).copy_(data[start:stop] if stop else data)
+        out.copy_(found.reshape(-1).view(torch.uint8)[start:stop])
+        return
+    assert body.cast is not None
+    ours, theirs = body.cast
+    at = 0
+    # By parts, through a little memory: ``out`` need not be aligned.
+    for part in torch.frombuffer(stored, dtype=ours).split(_CAST_ELEMENTS):
+        converted = part.to(theirs).view(torch.uint8)
+        out[at : at + len(converted)] = converted
+        at += len(converted)
 
 
 def body_of(
