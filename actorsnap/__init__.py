@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     )
     from actorsnap.options import Options, from_env
     from actorsnap.runtime.copy import CopyEvent, CopyEventKind, CopyReport
+    from actorsnap.runtime.exporting import ExportReport
     from actorsnap.runtime.host import shutdown
     from actorsnap.runtime.pacing import step
     from actorsnap.runtime.recover import RecoverReport
@@ -55,6 +56,7 @@ _NAMES_BY_MODULE = {
     "actorsnap.errors": errors.__all__,
     "actorsnap.options": ("Options", "from_env"),
     "actorsnap.runtime.copy": ("CopyEvent", "CopyEventKind", "CopyReport"),
+    "actorsnap.runtime.exporting": ("ExportReport",),
     "actorsnap.runtime.host": ("shutdown",),
     "actorsnap.runtime.pacing": ("step",),
     "actorsnap.runtime.recover": ("RecoverReport",),
@@ -77,6 +79,7 @@ __all__ = [
     "CopyEvent",
     "CopyEventKind",
     "CopyReport",
+    "ExportReport",
     "FormatError",
     "Guard",
     "IncompatibleState",

@@ -20,7 +20,8 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Annotated
+from enum import StrEnum
+from typing import Annotated, Any
 
 import msgspec
 import typer
@@ -47,20 +48,37 @@ from actorsnap.errors import (
     SnapshotReplaced,
     UsageError,
 )
-from actorsnap.format.manifest import Commit, RankManifest
+from actorsnap.format.manifest import (
+    BytesEntry,
+    Commit,
+    CompositeEntry,
+    RankManifest,
+    TensorEntry,
+    ValueEntry,
+    ViewEntry,
+)
+from actorsnap.interop import exports
 from actorsnap.release import RELEASE
 from actorsnap.runtime import maintenance, reading, tracefile
 from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.copy import CopyEvent, CopyEventKind
+from actorsnap.runtime.hugging_face import MAX_SHARD_BYTES
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.verify import VerifyReport
 from actorsnap.sync import Snapshot
 
+
+class ExportFormat(StrEnum):
+    HF = "hf"
+    TORCH = "torch"
+    DCP = "dcp"
+
+
 app = typer.Typer(
     add_completion=False,
     no_args_is_help=True,
-    help="Look at, check, compare, copy, recover and delete actorsnap snapshots.",
+    help="Look at, check, compare, copy, convert, export, recover and delete actorsnap snapshots.",
     pretty_exceptions_enable=False,
 )
 
@@ -264,34 +282,52 @@ def cat(
             sys.stdout.write(f"{output.value_text(value)}\n")
 
 
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace another snapshot or export that is there.")
+]
+SourceOption = Annotated[
+    list[str] | None,
+    typer.Option("--src-option", metavar="KEY=VALUE", help="For the backend of SRC."),
+]
+TargetOption = Annotated[
+    list[str] | None,
+    typer.Option("--dst-option", metavar="KEY=VALUE", help="For the backend of DST."),
+]
+BothOption = Annotated[
+    list[str] | None,
+    typer.Option("--option", metavar="KEY=VALUE", help="For both, unless overridden."),
+]
+
+
+def _both_sides(
+    source: str,
+    src_option: list[str] | None,
+    dst_option: list[str] | None,
+    option: list[str] | None,
+) -> tuple[Snapshot, dict[str, Any]]:
+    """Returns the source, and the storage options of the destination."""
+    both = parse_storage_options(option)
+    snapshot = Snapshot(
+        source, storage_options=both | parse_storage_options(src_option), options=options()
+    )
+    return snapshot, both | parse_storage_options(dst_option)
+
+
 @app.command()
 def cp(
     source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
     to: Annotated[str, typer.Argument(help="The destination, in any storage.", metavar="DST")],
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace another snapshot that is there.")
-    ] = False,
+    overwrite: OverwriteOption = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="For scripts: a line for each event.")
     ] = False,
-    src_option: Annotated[
-        list[str] | None,
-        typer.Option("--src-option", metavar="KEY=VALUE", help="For the backend of SRC."),
-    ] = None,
-    dst_option: Annotated[
-        list[str] | None,
-        typer.Option("--dst-option", metavar="KEY=VALUE", help="For the backend of DST."),
-    ] = None,
-    option: Annotated[
-        list[str] | None,
-        typer.Option("--option", metavar="KEY=VALUE", help="For both, unless overridden."),
-    ] = None,
+    src_option: SourceOption = None,
+    dst_option: TargetOption = None,
+    option: BothOption = None,
 ) -> None:
-    """Copy a snapshot; an interrupted copy continues."""
+    """Copy a snapshot; an interrupted copy continues. Other formats are converted."""
     with errors():
-        both = parse_storage_options(option)
-        src_options = both | parse_storage_options(src_option)
-        snapshot = Snapshot(source, storage_options=src_options, options=options())
+        snapshot, dst_options = _both_sides(source, src_option, dst_option, option)
         with progress("copying") as update:
 
             def show(event: CopyEvent) -> None:
@@ -303,7 +339,7 @@ def cp(
             report = snapshot.copy_to(
                 to,
                 overwrite=overwrite,
-                storage_options=both | parse_storage_options(dst_option),
+                storage_options=dst_options,
                 on_event=show,
             )
         if as_json:
@@ -316,6 +352,130 @@ def cp(
                 report.num_skipped
             )
             output.write_lines([f"copied {objects}, {output.size_text(report.copied_bytes)}{kept}"])
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(help="A checkpoint's path or URL.", metavar="SRC")],
+    to: Annotated[str, typer.Argument(help="The snapshot to write.", metavar="DST")],
+    overwrite: OverwriteOption = False,
+    src_option: SourceOption = None,
+    dst_option: TargetOption = None,
+    option: BothOption = None,
+) -> None:
+    """Make a snapshot of a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.
+
+    As `cp`, with a summary.
+    """
+    with errors():
+        snapshot, dst_options = _both_sides(source, src_option, dst_option, option)
+        commit = run(reading.load_commit(snapshot._source))
+        with progress("converting") as update:
+            snapshot.copy_to(
+                to,
+                overwrite=overwrite,
+                storage_options=dst_options,
+                on_event=lambda event: update(event.done_bytes, event.total_bytes),
+            )
+        num_tensors = num_values = num_bytes = 0
+
+        def count(_: Commit, manifest: RankManifest) -> None:
+            nonlocal num_tensors, num_values, num_bytes
+            for entry in manifest.entries:
+                is_tensor = isinstance(entry, TensorEntry | ViewEntry | CompositeEntry)
+                num_tensors += is_tensor and "@" not in entry.path
+                num_values += isinstance(entry, ValueEntry | BytesEntry)
+                if isinstance(entry, TensorEntry | BytesEntry):
+                    num_bytes += entry.data.stop - entry.data.start
+
+        copied = Snapshot(to, storage_options=dst_options, options=options())
+        run(reading.each_manifest(copied._source, count))
+        tensors = output.count_of(num_tensors, "tensor", "tensors")
+        values = output.count_of(num_values, "value", "values")
+        output.write_lines(
+            [
+                f"read {source}: {format_of(commit)}",
+                f"wrote {to}: {tensors}, {values}, {output.size_text(num_bytes)}; nothing was "
+                "refused or left out",
+                "from now on every byte has a checksum: restores compare them, and so does "
+                f"`actorsnap verify --full {shlex.quote(output.one_line(to))}`",
+            ]
+        )
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
+    to: Annotated[str, typer.Argument(help="A folder; with --to torch a file.", metavar="DST")],
+    format: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--to",
+            help="hf: safetensors files for from_pretrained; torch: a file for torch.load; dcp: a "
+            "folder for torch.distributed.checkpoint.load.",
+        ),
+    ],
+    key: Annotated[
+        str | None,
+        typer.Option(help="The part of the app state. Default: hf: model; else all of it."),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OLD=NEW", help="Change the prefix of paths; may be repeated."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="hf: convert floating-point tensors: bfloat16, ...")
+    ] = None,
+    max_shard_bytes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="hf: of the tensors in one file.")
+    ] = MAX_SHARD_BYTES,
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+    src_option: SourceOption = None,
+    dst_option: TargetOption = None,
+    option: BothOption = None,
+) -> None:
+    """Write a snapshot in the format of another program."""
+    with errors():
+        snapshot, dst_options = _both_sides(source, src_option, dst_option, option)
+        common: dict[str, Any] = {
+            "rename": _renames(rename),
+            "overwrite": overwrite,
+            "storage_options": dst_options,
+            "progress": sys.stderr.isatty(),
+        }
+        if format is ExportFormat.HF:
+            report = snapshot.export_hf(
+                to, key or "model", dtype=dtype, max_shard_bytes=max_shard_bytes, **common
+            )
+        elif dtype is not None or max_shard_bytes != MAX_SHARD_BYTES:
+            raise UsageError("--dtype and --max-shard-bytes need --to hf")
+        elif format is ExportFormat.TORCH:
+            report = exports.export_torch(snapshot, to, key=key, **common)
+        else:
+            report = exports.export_dcp(snapshot, to, key=key, **common)
+        if as_json:
+            output.print_json(msgspec.to_builtins(report))
+            return
+        tensors = output.count_of(report.num_tensors, "tensor", "tensors")
+        files = output.count_of(len(report.files), "file", "files")
+        output.write_lines([f"exported {tensors} to {files}, {output.size_text(report.nbytes)}"])
+        for name, others in report.tied.items():
+            err.print(quote(output.visible(f"{', '.join(others)}: tied to {name}, not written")))
+        for path in report.left_out:
+            err.print(quote(output.visible(f"left out {path!r}: it is no tensor")))
+
+
+def _renames(given: list[str] | None) -> dict[str, str] | None:
+    if not given:
+        return None
+    found: dict[str, str] = {}
+    for text in given:
+        old, equals, new = text.partition("=")
+        if not old or not equals:
+            raise UsageError(f"--rename must be OLD=NEW, not {text!r}")
+        found[old] = new
+    return found
 
 
 @app.command()

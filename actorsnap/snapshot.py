@@ -11,8 +11,19 @@ from actorsnap.errors import name_methods
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
 from actorsnap.planning.renaming import Rename
-from actorsnap.runtime import copy, location, maintenance, reading, recover, restore, taking, verify
+from actorsnap.runtime import (
+    copy,
+    hugging_face,
+    location,
+    maintenance,
+    reading,
+    recover,
+    restore,
+    taking,
+    verify,
+)
 from actorsnap.runtime.copy import CopyEvent, CopyReport
+from actorsnap.runtime.exporting import ExportReport
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.recover import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
@@ -505,6 +516,66 @@ class Snapshot(SnapshotHandle):
         return await self._run(
             copy.copy(self._source, to, overwrite=overwrite, on_event=on_event, progress=progress)
         )
+
+    @async_call
+    async def export_hf(
+        self,
+        path: str | os.PathLike[str],
+        key: str = "model",
+        *,
+        rename: Rename | None = None,
+        dtype: Any = None,
+        max_shard_bytes: int = hugging_face.MAX_SHARD_BYTES,
+        overwrite: bool = False,
+        storage_options: Mapping[str, Any] | None = None,
+        progress: bool = False,
+    ) -> ExportReport:
+        """Writes a model as Hugging Face's ``from_pretrained`` opens it: safetensors files.
+
+        One file ``model.safetensors`` if the tensors take up to ``max_shard_bytes``, else several
+        ``model-00001-of-00003.safetensors`` and, last, ``model.safetensors.index.json``. The
+        configuration and the tokenizer are yours to add; other files at ``path`` are not touched.
+
+        Sharded tensors are joined. Stored bytes are copied inside the storage where source and
+        destination are in one file system, or are opened as one S3 server or one Google Cloud
+        Storage; then nothing compares them with their checksums, unless the server tells its own
+        (``docs/migrating.md``, "Export"). The rest is read, compared, converted and sent, within
+        ``Options.memory_budget_bytes``.
+
+        Of tensors that are the same memory (tied weights) the first name is written. Plain values
+        and other leaves that are no tensors are left out, and reported.
+
+        Args:
+            path: A folder, in any storage.
+            key: The model's key in the app state, or a path below (``"train/model"``).
+            rename: See ``restore``; before ``key`` is looked for.
+            dtype: Floating-point dtype of 16 to 64 bits, to which tensors of another such dtype are
+                converted: ``torch.bfloat16`` or ``"bfloat16"``.
+            max_shard_bytes: Of tensors in one file. A larger tensor gets its own.
+            overwrite: Delete an older export at ``path`` first.
+            storage_options: Options for the backend of ``path``.
+            progress: See ``take``.
+
+        Raises:
+            UsageError: Bad input; there is no such key; or safetensors cannot hold a leaf (a sparse
+                or quantized tensor, a numpy array): names it. Nothing was written.
+            ObjectExists: There is an export or a checkpoint at ``path``, perhaps a part of one.
+            NotASnapshot, FormatError, ChecksumMismatch: There is no snapshot here, or it is
+                damaged; names the object.
+            StorageError: Reading or writing failed (the message says which).
+        Cancellation: As after a failure, the files written are deleted. A process that dies leaves
+        files that no program takes for a model: the index, or the header of a single file, is
+        written last.
+        """
+        to = location.make_location(path, storage_options)
+        call = hugging_face.ExportCall(
+            key=key,
+            rename=rename,
+            dtype=dtype,
+            max_shard_bytes=max_shard_bytes,
+            overwrite=overwrite,
+        )
+        return await self._run(hugging_face.export_hf(self._source, to, call, progress=progress))
 
     @async_call
     async def recover(

@@ -118,6 +118,7 @@ class Snapshot(SnapshotHandle):
     get_state_dict_for_key = blocking_call(snapshot.Snapshot.get_state_dict_for_key)
     verify = blocking_call(snapshot.Snapshot.verify)
     copy_to = blocking_call(snapshot.Snapshot.copy_to)
+    export_hf = blocking_call(snapshot.Snapshot.export_hf)
     recover = blocking_call(snapshot.Snapshot.recover)
     delete = blocking_call(snapshot.Snapshot.delete)
 

@@ -5,11 +5,17 @@ Without checksums on both sides: these formats have none. Ours opens the checkpo
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from actorsnap import Options, StateDict
+from actorsnap.interop.exports import export_torch
 from actorsnap.sync import Snapshot
 from bench.limits import RawFiles
 from bench.local import (
@@ -103,7 +109,62 @@ def row_reshard(setting: Setting) -> None:
     )
 
 
+def row_export(setting: Setting) -> None:
+    """To Hugging Face and to ``torch.save``'s format, on one disk; all wait for the disk."""
+    state = llama(setting.gib)
+    note("export")
+    contest = Contest()
+    with folder(setting.disk) as root:
+        Snapshot.take(root / "s", {"model": StateDict(state)})
+        snapshot = Snapshot(root / "s")
+        contest.add("export_hf", _timed(root, lambda to: snapshot.export_hf(to)))
+        contest.add("export_torch", _timed(root, lambda to: export_torch(snapshot, to / "x.pt")))
+        contest.add("cp", _timed(root, partial(_cp, root / "s")))
+        contest.add("torch.save", _timed(root, partial(_torch_save, state)))
+        contest.play(setting.repeat)
+    medians = contest.medians()
+    emit(
+        "export on one disk",
+        ratios={
+            "hf x cp --reflink=auto": ratio(medians.get("cp"), medians.get("export_hf")),
+            "torch x torch.save": ratio(medians.get("torch.save"), medians.get("export_torch")),
+        },
+        needs={},
+        missing=contest.missing,
+        **facts_of(state, contest.seconds, "disk"),
+    )
+
+
+def _timed(root: Path, export: Callable[[Path], object]) -> Callable[[], float]:
+    def run() -> float:
+        with folder(root) as path:
+            os.sync()  # what others left to write is not ours to wait for
+            begin = time.perf_counter()
+            export(path)
+            return time.perf_counter() - begin
+
+    return run
+
+
+def _cp(snapshot: Path, to: Path) -> None:
+    subprocess.run(["cp", "-r", "--reflink=auto", snapshot, to / "copy"], check=True)
+    for path in (to / "copy").rglob("*"):
+        if path.is_file():
+            _fsync(path)
+
+
+def _torch_save(state: State, to: Path) -> None:
+    torch.save(state, to / "x.pt")
+    _fsync(to / "x.pt")
+
+
+def _fsync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
 ROWS: dict[str, Callable[[Setting], None]] = {
     "formats": row_load,
     "formats-reshard": row_reshard,
+    "formats-export": row_export,
 }

@@ -40,6 +40,8 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 _POLYNOMIAL = 0x82F63B78
 """Castagnoli, reflected: bit 31 is the coefficient of x**0."""
 
+_ZIP_POLYNOMIAL = 0xEDB88320
+
 
 def crc32c_of(views: Iterable[Buffer]) -> int:
     value = 0
@@ -121,6 +123,17 @@ def combine_blocks(checksums: Sequence[int], nbytes: int) -> int:
     return whole
 
 
+def combine_crc32(first: int, second: int, second_len: int) -> int:
+    """``combine`` for the CRC-32 of zip files."""
+    factor, square, left = 1 << 31, 1 << 23, second_len  # x**0, x**8
+    while left:
+        if left & 1:
+            factor = _multiply(square, factor, _ZIP_POLYNOMIAL)
+        square = _multiply(square, square, _ZIP_POLYNOMIAL)
+        left >>= 1
+    return _multiply(factor, first, _ZIP_POLYNOMIAL) ^ second
+
+
 def append_blocks(value: int, view: memoryview, checksums: Sequence[int], block_bytes: int) -> int:
     """Returns the CRC32C of some bytes followed by ``view``.
 
@@ -137,14 +150,14 @@ def append_blocks(value: int, view: memoryview, checksums: Sequence[int], block_
     return crc32c(view[num_full * block_bytes :] if num_full else view, value)
 
 
-def _multiply(a: int, b: int) -> int:
+def _multiply(a: int, b: int, polynomial: int = _POLYNOMIAL) -> int:
     """Returns ``a * b mod P``, both reflected."""
     product = 0
     mask = 1 << 31
     while mask:
         if a & mask:
             product ^= b
-        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+        b = (b >> 1) ^ polynomial if b & 1 else b >> 1
         mask >>= 1
     return product
 

@@ -176,8 +176,8 @@ def _reads_of(
     # Blocks that do not go to one place as a whole.
     mixed: list[tuple[int, int, int]] = []
     for number, shared in shares:
-        run = _only_run(box, shared)
-        place = _only_run(wanted[number], shared)
+        run = only_run(box, shared)
+        place = only_run(wanted[number], shared)
         if run is None or place is None:
             spans = _spans(box, shared, itemsize, min_gap_bytes=block_bytes)
             mixed += [(*_whole_blocks(*span, nbytes, block_bytes), number) for span in spans]
@@ -206,7 +206,7 @@ def _reads_of(
     return reads
 
 
-def _only_run(box: Box, part: Box) -> int | None:
+def only_run(box: Box, part: Box) -> int | None:
     """Returns where ``part`` begins in the C order of ``box``; None if it is not one run."""
     inner = part.relative_to(box)
     strides = c_strides(box.sizes)

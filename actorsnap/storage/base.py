@@ -79,6 +79,8 @@ class Capabilities:
         checks_crc32c: ``write_at`` refuses bytes that do not have its CRC32C.
         has_conditional_put: ``put_if_absent`` is atomic against every other writer.
         preferred_parallel_objects: Objects to write at a time.
+        min_copy_bytes: Least size of a write or copy of a ``copying_writer``, the object's end
+            excepted. None: it copies whole objects only.
     """
 
     has_blocking_io: bool = False
@@ -89,6 +91,7 @@ class Capabilities:
     checks_crc32c: bool = False
     has_conditional_put: bool = True
     preferred_parallel_objects: int = 4
+    min_copy_bytes: int | None = None
 
     def least_write_bytes(self, size: int) -> int:
         """Returns the least size of a ``write_at`` to such an object, its end excepted.
@@ -97,6 +100,12 @@ class Capabilities:
         """
         return least_write_bytes(
             size, min_write_bytes=self.min_write_bytes, max_writes=self.max_writes
+        )
+
+    def least_copy_bytes(self, size: int) -> int:
+        """Returns the least size of a write or copy of a ``copying_writer``, its end excepted."""
+        return least_write_bytes(
+            size, min_write_bytes=self.min_copy_bytes or 1, max_writes=self.max_writes
         )
 
 
@@ -241,6 +250,21 @@ class ObjectWriter(ABC):
         """
         return False
 
+    async def copy_from(self, offset: int, key: str, start: int, stop: int) -> int | None:
+        """Copies bytes ``[start, stop)`` of an object of the source to byte ``offset``.
+
+        Only for writers of ``Storage.copying_writer``. Promises as much as ``write_at``; the bytes
+        do not pass through this process, or at least nobody looks at them.
+
+        Returns:
+            The CRC32C that the storage found of the copied bytes; None if it tells none.
+
+        Raises:
+            ObjectNotFound: No such object.
+            StorageError: The copy failed; also if the object ends before ``stop``.
+        """
+        raise NotImplementedError
+
     @abstractmethod
     async def complete(self) -> None:
         """Makes the object readable under its key, and durable.
@@ -280,7 +304,9 @@ class BackendWriter(ObjectWriter):
 
     def _check_write(self, offset: int, views: Sequence[memoryview]) -> int:
         """Returns the end of a write, which must be inside an open object."""
-        stop = offset + num_bytes(views)
+        return self._check_range(offset, offset + num_bytes(views))
+
+    def _check_range(self, offset: int, stop: int) -> int:
         if offset < 0 or stop > self.size:
             raise UsageError(f"[{offset}, {stop}) is outside of {self.key!r}, {self.size} bytes")
         if self._has_ended:
@@ -345,6 +371,23 @@ class Storage(ABC):
             ObjectExists: The key exists, and the backend can detect that cheaply. Others raise it
                 in ``write_at`` or ``complete``, or replace the object.
         """
+
+    async def copying_writer(
+        self, key: str, size: int, *, source: Storage, sample: str
+    ) -> ObjectWriter | None:
+        """Opens a new object that ``copy_from`` may fill with ranges of objects in ``source``.
+
+        Args:
+            source: Perhaps wrapped.
+            sample: The key of an object there, to find out whether the storage copies it.
+
+        Returns:
+            None: The storage cannot copy from there.
+
+        Raises:
+            ObjectExists: See ``writer``.
+        """
+        return None
 
     @abstractmethod
     async def join_writer(self, token: bytes) -> ObjectWriter:

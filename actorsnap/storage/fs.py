@@ -50,6 +50,7 @@ from actorsnap.storage.posix import (
     CREATE_TRIES,
     Descriptor,
     Folders,
+    copy_range,
     open_for_reading,
     pread_into,
     publish_exclusively,
@@ -61,8 +62,12 @@ from actorsnap.storage.posix import (
     walk,
     working_folder,
 )
+from actorsnap.storage.wrapper import unwrapped
 
 logger = Log(__name__)
+
+_MIN_COPY_BYTES = 64 << 10
+"""Below this a read and a write cost no more than the copy's system calls."""
 
 # Objects per thread hop of list and delete: cheap, and soon cancelled.
 _BATCH = 256
@@ -91,7 +96,7 @@ class FsStorage(Storage):
         # Absolute: the process may change its working folder during a save.
         self.root = simplify_path(root if os.path.isabs(root) else f"{working_folder(root)}/{root}")
         self.url = printable(self.root)
-        self.capabilities = Capabilities(has_blocking_io=True)
+        self.capabilities = Capabilities(has_blocking_io=True, min_copy_bytes=_MIN_COPY_BYTES)
         self._run = context.run_blocking
         self._durable = context.durable
         self._scratch = context.scratch
@@ -142,6 +147,21 @@ class FsStorage(Storage):
         check_size(size)
         writer = _FsWriter(self, check_key(key), size, is_opener=True)
         return await self._open_writer(writer, writer._create_blocking)
+
+    async def copying_writer(
+        self, key: str, size: int, *, source: Storage, sample: str
+    ) -> ObjectWriter | None:
+        """Copies within one file system: in the kernel, by reflinks where the file system can."""
+        check_size(size)
+        origin = unwrapped(source)
+        if not isinstance(origin, FsStorage):
+            return None
+        writer = _FsWriter(self, check_key(key), size, is_opener=True, origin=origin)
+        opened = await self._open_writer(writer, writer._create_blocking)
+        if await self._run(writer._is_beside_blocking, check_key(sample)):
+            return opened
+        await opened.abort()
+        return None
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """Opens the file of another party's writer. ``abort`` only closes it.
@@ -363,11 +383,20 @@ def _close_all(descriptors: Sequence[Descriptor]) -> None:
 
 
 class _FsWriter(BackendWriter):
-    def __init__(self, storage: FsStorage, key: str, size: int, *, is_opener: bool) -> None:
+    def __init__(
+        self,
+        storage: FsStorage,
+        key: str,
+        size: int,
+        *,
+        is_opener: bool,
+        origin: FsStorage | None = None,
+    ) -> None:
         with storage._translate_errors("writer", key):
             self._path = storage._path(key)
         super().__init__(key, size, os.fsencode(key), url=storage.url, is_opener=is_opener)
         self._storage = storage
+        self._origin = origin
         self._is_created = False
         self._descriptor = Descriptor()
 
@@ -381,6 +410,35 @@ class _FsWriter(BackendWriter):
         self._check_write(offset, views)
         with self._storage._translate_errors("write_at", self.key), self._descriptor.use() as fd:
             pwrite_from(fd, offset, views)
+
+    async def copy_from(self, offset: int, key: str, start: int, stop: int) -> int | None:
+        """Copies in the kernel; nothing is compared."""
+        self._check_range(offset, offset + stop - start)
+        await self._storage._run(self._copy_blocking, offset, check_key(key), start, stop)
+        return None
+
+    def _copy_blocking(self, offset: int, key: str, start: int, stop: int) -> None:
+        assert self._origin is not None
+        with (
+            self._origin._translate_errors("read_into", key),
+            open_for_reading(self._origin._path(key)) as source,
+        ):
+            size = os.fstat(source).st_size
+            if size < stop:
+                raise truncated(key, stop, size)
+            with (
+                self._storage._translate_errors("copy_from", self.key),
+                self._descriptor.use() as fd,
+            ):
+                copy_range(source, start, fd, offset, stop - start)
+
+    def _is_beside_blocking(self, sample: str) -> bool:
+        """Whether an object of the origin is on the file system of this one."""
+        assert self._origin is not None
+        with self._origin._translate_errors("stat", sample):
+            device = os.stat(self._origin._path(sample)).st_dev
+        with self._storage._translate_errors("writer", self.key), self._descriptor.use() as fd:
+            return os.fstat(fd).st_dev == device
 
     async def complete(self) -> None:
         """Fsyncs the file and the folders above it, and closes it.

@@ -28,7 +28,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-from actorsnap.errors import ObjectExists, StorageError
+from actorsnap.errors import ObjectExists, StorageError, UsageError
 from actorsnap.format.checksum import combine
 from actorsnap.log import Log
 from actorsnap.storage.base import (
@@ -48,6 +48,7 @@ from actorsnap.storage.base import (
 )
 from actorsnap.storage.gs_client import GsClient, GsOptions, NewObject, Resource
 from actorsnap.storage.network import add_policies, convert_options, split_url
+from actorsnap.storage.wrapper import unwrapped
 
 logger = Log(__name__)
 
@@ -118,6 +119,19 @@ class GsStorage(Storage):
         nonce = secrets.token_hex(8)
         upload = GsUpload(key=check_key(key), size=size, nonce=nonce, older=tuple(older))
         return await self._open_writer(upload, is_opener=True)
+
+    async def copying_writer(
+        self, key: str, size: int, *, source: Storage, sample: str
+    ) -> ObjectWriter | None:
+        """Copies whole objects, between buckets that are opened with the same options."""
+        check_size(size)
+        origin = unwrapped(source)
+        if not isinstance(origin, GsStorage) or origin._client.options != self._client.options:
+            return None
+        await anyio.lowlevel.checkpoint()
+        upload = GsUpload(key=check_key(key), size=size, nonce=secrets.token_hex(8))
+        name = self._name(key)
+        return GsWriter(self._client, upload, name, sources={}, is_opener=True, origin=origin)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         return await self._open_writer(
@@ -210,7 +224,14 @@ class GsWriter(BackendWriter):
     """One object, or components of a future one. States: open -> composed -> ended."""
 
     def __init__(
-        self, client: GsClient, upload: GsUpload, name: str, *, sources: Sources, is_opener: bool
+        self,
+        client: GsClient,
+        upload: GsUpload,
+        name: str,
+        *,
+        sources: Sources,
+        is_opener: bool,
+        origin: GsStorage | None = None,
     ) -> None:
         token = msgspec.msgpack.encode(upload)
         super().__init__(upload.key, upload.size, token, url=client.url, is_opener=is_opener)
@@ -218,6 +239,7 @@ class GsWriter(BackendWriter):
         self._name = name
         self._folder = f"{name}.{upload.nonce}.parts/"
         self._sources = sources
+        self._origin = origin
         self._stored: dict[int, Resource] = {}  # by this writer, by offset
         self._leftovers: set[str] = set()  # known components
         self._has_begun = False  # the object may exist
@@ -251,6 +273,19 @@ class GsWriter(BackendWriter):
             return False  # its writer lives after all
         self._stored[offset] = copied
         return True
+
+    async def copy_from(self, offset: int, key: str, start: int, stop: int) -> int | None:
+        """Copies a whole object as this one."""
+        assert self._origin is not None
+        if offset or start or stop != self.size:
+            raise UsageError(f"{self.key!r}: Google copies whole objects only")
+        source, bucket = self._origin._name(key), self._origin._client.bucket
+        copy = partial(self._client.copy, "copy_from", self.key, source=source, bucket=bucket)
+        copied = await self._create(copy)
+        if copied.size != self.size:
+            raise truncated(key, self.size, copied.size)
+        self._stored[0] = copied
+        return copied.crc32c
 
     async def _store(
         self, offset: int, num: int, make: Callable[..., Awaitable[Resource]]

@@ -135,7 +135,7 @@ class GsClient:
             emulator = f"http://{emulator}"
         self._root = (options.endpoint_url or emulator or _ROOT).rstrip("/")
         self._is_anonymous = options.anonymous or bool(emulator)
-        self._bucket = bucket
+        self.bucket = bucket
         self.url = url
         self.options = options
         self._context = context
@@ -172,7 +172,7 @@ class GsClient:
         body = [memoryview(head.encode()), *views, memoryview(tail.encode())]
         query = self._creation_query(new, uploadType="multipart", name=new.name, fields=_FIELDS)
         self._object_url(op, key, new.name)  # refuses bad names
-        url = f"{self._root}/upload/storage/v1/b/{self._bucket}/o?{query}"
+        url = f"{self._root}/upload/storage/v1/b/{self.bucket}/o?{query}"
         content = {"content-type": f"multipart/related; boundary={boundary}"}
         response = await self._send(op, key, "POST", url, content, body, is_bulk=True)
         stored = self._resource(op, key, self._json(op, key, response.body))
@@ -192,13 +192,16 @@ class GsClient:
         url = f"{self._object_url(op, key, new.name)}/compose?{query}"
         return self._resource(op, key, await self._post(op, key, url, content))
 
-    async def copy(self, op: str, key: str, new: NewObject, source: str) -> Resource:
-        """Copies an object.
+    async def copy(
+        self, op: str, key: str, new: NewObject, source: str, bucket: str | None = None
+    ) -> Resource:
+        """Copies an object, of another ``bucket`` if given.
 
         A change of place, class or key is a real copy and takes more than one request.
         """
         name = quote(new.name, safe="")
-        url = f"{self._object_url(op, key, source)}/rewriteTo/b/{self._bucket}/o/{name}"
+        place = self._object_url(op, key, source, bucket)
+        url = f"{place}/rewriteTo/b/{self.bucket}/o/{name}"
         params = {"fields": f"rewriteToken,resource({_FIELDS})"}
         if self.options.kms_key is not None:
             params["destinationKmsKeyName"] = self.options.kms_key
@@ -258,7 +261,7 @@ class GsClient:
         }
         params = {name: value for name, value in params.items() if value}
         while True:
-            url = f"{self._root}/storage/v1/b/{self._bucket}/o?{self._query(**params)}"
+            url = f"{self._root}/storage/v1/b/{self.bucket}/o?{self._query(**params)}"
             answer = self._json(op, key, (await self._send(op, key, "GET", url)).body)
             yield Page(
                 resources=[self._resource(op, key, item) for item in answer.get("items", ())],
@@ -307,12 +310,12 @@ class GsClient:
 
     # --- requests ------------------------------------------------------------------------------
 
-    def _object_url(self, op: str, key: str, name: str) -> str:
+    def _object_url(self, op: str, key: str, name: str, bucket: str | None = None) -> str:
         try:
             quoted = quote(name, safe="")
         except UnicodeEncodeError as error:
             raise self._error(op, key, "the key is no valid object name") from error
-        return f"{self._root}/storage/v1/b/{self._bucket}/o/{quoted}"
+        return f"{self._root}/storage/v1/b/{bucket or self.bucket}/o/{quoted}"
 
     def _query(self, **params: str) -> str:
         if self.options.user_project is not None:
@@ -446,7 +449,7 @@ class GsClient:
         self, op: str, key: str, status: int, body: str, headers: Mapping[str, str]
     ) -> Exception:
         message = _parse_message(body) or responses.get(status, "no reason was given")
-        detail = f"bucket {self._bucket!r}: HTTP {status}: {message}"
+        detail = f"bucket {self.bucket!r}: HTTP {status}: {message}"
 
         def error(kind: type[StorageError], advice: str = "", **fields: Any) -> StorageError:
             text = f"{detail}. {advice}" if advice else detail
@@ -460,7 +463,7 @@ class GsClient:
             if op in _NEEDS_BUCKET_ONLY or "bucket does not exist" in body:
                 return error(
                     StorageError,
-                    f"Is there such a bucket? `gcloud storage buckets create gs://{self._bucket}` "
+                    f"Is there such a bucket? `gcloud storage buckets create gs://{self.bucket}` "
                     "makes it",
                 )
             return error(ObjectNotFound)
@@ -485,7 +488,7 @@ class GsClient:
         return error(StorageError, retryable=is_damaged or status == 408 or status >= 500)
 
     def _error(self, op: str, key: str, detail: str, *, retryable: bool = False) -> StorageError:
-        detail = f"bucket {self._bucket!r}: {detail}"
+        detail = f"bucket {self.bucket!r}: {detail}"
         return StorageError(op=op, key=key, backend=self.url, detail=detail, retryable=retryable)
 
 

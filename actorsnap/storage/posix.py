@@ -35,6 +35,15 @@ _LINK_UNSUPPORTED = {
     errno.EMLINK,
     errno.EINVAL,
 }
+_COPY_UNSUPPORTED = {
+    errno.EXDEV,
+    errno.ENOSYS,
+    errno.ENOTSUP,
+    errno.EOPNOTSUPP,
+    errno.EINVAL,
+    errno.EPERM,
+}
+_BUFFER_BYTES = 1 << 20
 _RENAME_UNSUPPORTED = {errno.EINVAL, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 _RETRYABLE = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.ETIMEDOUT}
 _READING = {"get", "read_into", "stat", "join_writer"}
@@ -324,6 +333,25 @@ def pread_into(fd: int, offset: int, views: Sequence[memoryview]) -> int:
     """Reads from byte ``offset`` until ``views`` are full or the file ends; returns the number of
     bytes. Python itself repeats calls after EINTR."""
     return _transfer(os.preadv, fd, offset, views)
+
+
+def copy_range(source: int, start: int, target: int, offset: int, nbytes: int) -> None:
+    """Copies bytes between files. XFS, Btrfs and others share the blocks: nothing is written.
+
+    That takes offsets of equal position in a block; the kernel copies what has others.
+    """
+    while nbytes:
+        try:
+            num = os.copy_file_range(source, target, nbytes, start, offset)
+        except OSError as error:
+            if error.errno not in _COPY_UNSUPPORTED:
+                raise
+            buffer = memoryview(bytearray(min(nbytes, _BUFFER_BYTES)))
+            num = pread_into(source, start, [buffer])
+            pwrite_from(target, offset, [buffer[:num]])
+        if not num:
+            raise OSError(errno.EIO, "the source ended during the copy")
+        start, offset, nbytes = start + num, offset + num, nbytes - num
 
 
 def pwrite_from(fd: int, offset: int, views: Sequence[memoryview]) -> None:

@@ -49,14 +49,23 @@ from actorsnap.storage.base import (
     slice_views,
     try_each,
 )
-from actorsnap.storage.network import add_policies, convert_options, encode_crc32c
+from actorsnap.storage.network import (
+    add_policies,
+    convert_options,
+    decode_crc32c,
+    encode_crc32c,
+)
 from actorsnap.storage.s3_bucket import S3Bucket, Sent, UploadPart, error_code, etag_of, info_of
 from actorsnap.storage.s3_client import S3Options
+from actorsnap.storage.wrapper import unwrapped
 
 logger = Log(__name__)
 
 _ONE_PUT_BYTES = 1 << 20
 _MAX_PARTS = 10_000
+_MIN_PART_BYTES = 5 << 20
+"""The service's, of all parts but the last."""
+
 _MAX_OBJECT_BYTES = 5 << 40
 
 
@@ -94,6 +103,7 @@ class S3Storage(Storage):
             max_object_bytes=_MAX_OBJECT_BYTES,
             checks_crc32c=True,
             has_conditional_put=options.has_conditional_put is not False,
+            min_copy_bytes=_MIN_PART_BYTES,
         )
 
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
@@ -130,12 +140,30 @@ class S3Storage(Storage):
             # Mostly a resumed save has taken over all of it.
             if older_bytes > max([source.size for source in sources], default=0):
                 sources.append(ObjectInfo(key=name, size=older_bytes))
-        if sources and not await self.bucket.copies_parts(key, sources[0].key):
+        if sources and not await self.bucket.copies_parts(key, self.bucket.named(sources[0].key)):
             sources = []
         unit = max(self.capabilities.min_write_bytes, -(-size // _MAX_PARTS))
         upload_id = await self.bucket.begin_upload(key)
         upload = S3Upload(key=key, size=size, id=upload_id, unit=unit)
         return PartWriter(self.bucket, upload, is_opener=True, sources=sources)
+
+    async def copying_writer(
+        self, key: str, size: int, *, source: Storage, sample: str
+    ) -> ObjectWriter | None:
+        """Copies within one server: between places that are opened with the same options."""
+        check_key(key)
+        origin = unwrapped(source)
+        if (
+            not isinstance(origin, S3Storage)
+            or origin.bucket.client is not self.bucket.client
+            or not _ONE_PUT_BYTES < size <= _MAX_OBJECT_BYTES
+            or not await self.bucket.copies_parts(key, origin.bucket.named(check_key(sample)))
+        ):
+            return None
+        unit = self.capabilities.least_copy_bytes(size)
+        upload_id = await self.bucket.begin_upload(key)
+        upload = S3Upload(key=key, size=size, id=upload_id, unit=unit)
+        return PartWriter(self.bucket, upload, is_opener=True, origin=origin.bucket)
 
     async def _older_bytes(self, key: str) -> int:
         """Returns an older object's size, completed from its upload if needed; or 0."""
@@ -310,9 +338,11 @@ class PartWriter(_Writer):
         *,
         is_opener: bool,
         sources: Sequence[ObjectInfo] = (),
+        origin: S3Bucket | None = None,
     ) -> None:
         super().__init__(bucket, upload, is_opener=is_opener)
         self._sources = sources
+        self._origin = origin
         self._sent: dict[int, Sent] = {}
         self._may_be_complete = False
 
@@ -331,13 +361,35 @@ class PartWriter(_Writer):
         parts = await self._split_write(offset, views, crc32c)
         for source in sources:
             for part in parts:
-                sent = await self._bucket.copy_part(self.key, self._upload.id, part, source)
+                named = self._bucket.named(source)
+                sent = await self._bucket.copy_part(self.key, self._upload.id, part, named)
                 if sent is None:
                     break
                 self._sent[part.number] = sent
             else:
                 return True
         return False
+
+    async def copy_from(self, offset: int, key: str, start: int, stop: int) -> int | None:
+        """Copies part by part. Cancellation: at once; some may be stored."""
+        assert self._origin is not None
+        end = self._check_range(offset, offset + stop - start)
+        source = self._origin.named(check_key(key))
+        whole: int | None = 0
+        for number, low, high in self._cuts(offset, end):
+            sent = await self._bucket.copy_range(
+                self.key,
+                self._upload.id,
+                number,
+                source,
+                start + low - offset,
+                start + high - offset,
+            )
+            self._sent[number] = sent
+            if whole is not None:
+                found = decode_crc32c(sent.crc32c) if sent.crc32c else None
+                whole = None if found is None else combine(whole, found, sent.size)
+        return whole
 
     async def complete(self) -> None:
         """Makes the object of its parts. Repeatable: an answer may have been lost."""
@@ -389,31 +441,36 @@ class PartWriter(_Writer):
         stop = self._check_write(offset, views)
         if stop == offset:
             return ()
-        unit = self._upload.unit
-        num_parts = stop // unit - offset // unit
-        if stop == self.size:
-            num_parts = max(1, (stop - offset) // unit)
-        elif stop < offset + unit:
-            raise UsageError(f"{self.key!r}: a write has at least {unit} bytes")
-        if num_parts == 1 and crc32c is not None:
+        ranges = self._cuts(offset, stop)
+        if len(ranges) == 1 and crc32c is not None:
             bodies: Sequence[Sequence[memoryview]] = [views]
             checksums: Sequence[int] = [crc32c]
         else:
-            cuts = [(stop - offset) * n // num_parts for n in range(num_parts + 1)]
-            bodies = [slice_views(views, *cut) for cut in pairwise(cuts)]
+            bodies = [slice_views(views, low - offset, high - offset) for _, low, high in ranges]
             checksums = await self._bucket.checksums(bodies)
             whole = 0
             for body, checksum in zip(bodies, checksums, strict=True):
                 whole = combine(whole, checksum, num_bytes(body))
             if crc32c not in (None, whole):
                 raise self._bucket.changed("write_at", self.key, "the body to send")
-        parts = []
-        for number, (body, checksum) in enumerate(
-            zip(bodies, checksums, strict=True), offset // unit + 1
-        ):
-            parts.append(UploadPart(number=number, offset=offset, views=body, crc32c=checksum))
-            offset += num_bytes(body)
-        return parts
+        return [
+            UploadPart(number=number, offset=low, views=body, crc32c=checksum)
+            for (number, low, _), body, checksum in zip(ranges, bodies, checksums, strict=True)
+        ]
+
+    def _cuts(self, offset: int, stop: int) -> Sequence[tuple[int, int, int]]:
+        """Returns number, start and stop of the parts of a write, which is not empty."""
+        unit = self._upload.unit
+        num_parts = stop // unit - offset // unit
+        if stop == self.size:
+            num_parts = max(1, (stop - offset) // unit)
+        elif stop < offset + unit:
+            raise UsageError(f"{self.key!r}: a write has at least {unit} bytes")
+        cuts = [offset + (stop - offset) * n // num_parts for n in range(num_parts + 1)]
+        return [
+            (number, low, high)
+            for number, (low, high) in enumerate(pairwise(cuts), offset // unit + 1)
+        ]
 
     def _own_parts(self) -> Sequence[dict[str, Any]]:
         """Returns all parts like the server's list; none if others wrote some."""
@@ -421,7 +478,8 @@ class PartWriter(_Writer):
             {
                 "PartNumber": number,
                 "ETag": f'"{sent.etag}"',
-                "ChecksumCRC32C": sent.crc32c,
+                # Of a copied part some servers tell none.
+                **({"ChecksumCRC32C": sent.crc32c} if sent.crc32c else {}),
                 "Size": sent.size,
             }
             for number, sent in sorted(self._sent.items())
@@ -445,7 +503,7 @@ class PartWriter(_Writer):
             sent = self._sent.get(number)
             if sent is None:
                 continue
-            if part.get("ChecksumCRC32C", sent.crc32c) != sent.crc32c:
+            if sent.crc32c and part.get("ChecksumCRC32C", sent.crc32c) != sent.crc32c:
                 raise self._error("complete", f"part {number} has another CRC32C than was sent")
             if self._sources and etag_of(part) != sent.etag:
                 # A copy whose answer was lost may arrive late and replace a sent part.

@@ -55,6 +55,13 @@ class UploadPart(NamedTuple):
     crc32c: int
 
 
+class ObjectName(NamedTuple):
+    """An object of any bucket that the client reaches."""
+
+    bucket: str
+    name: str
+
+
 class Sent(NamedTuple):
     """A body that arrived: CRC32C as S3 writes it, ETag without quotes, length."""
 
@@ -94,6 +101,9 @@ class S3Bucket:
 
     def full(self, key: str) -> str:
         return self._prefix + key
+
+    def named(self, key: str) -> ObjectName:
+        return ObjectName(self._name, self.full(key))
 
     @contextmanager
     def _translate_errors(self, op: str, key: str) -> Iterator[None]:
@@ -377,7 +387,7 @@ class S3Bucket:
             except StorageError as error:
                 logger.debug("%s: an upload was not aborted: %s", self.url, error)
 
-    async def copies_parts(self, key: str, source: str) -> bool:
+    async def copies_parts(self, key: str, source: ObjectName) -> bool:
         """Whether the server copies from ``source``; tried with an upload to ``key``.
 
         Some write an empty part, which cannot be written again.
@@ -398,7 +408,7 @@ class S3Bucket:
         return client.copies_parts
 
     async def copy_part(
-        self, key: str, upload_id: str, part: UploadPart, source: str
+        self, key: str, upload_id: str, part: UploadPart, source: ObjectName
     ) -> Sent | None:
         """Copies a part from the same place in ``source``; None if that has other bytes."""
         size = num_bytes(part.views)
@@ -416,8 +426,19 @@ class S3Bucket:
         actual, (md5,) = await self._context.run_blocking(_hash, part.views, ["md5"])
         return sent if (md5.hex(), actual) == (sent.etag, part.crc32c) else None
 
+    async def copy_range(
+        self, key: str, upload_id: str, number: int, source: ObjectName, start: int, stop: int
+    ) -> Sent:
+        """Copies bytes ``[start, stop)`` of ``source`` as a part; its CRC32C may be unknown."""
+        bytes_range = f"bytes={start}-{stop - 1}"
+        copied = await self._copy("copy_from", key, upload_id, number, source, bytes_range)
+        if not copied:
+            detail = "the server answered a copy of a part with nothing"
+            raise StorageError(op="copy_from", key=key, backend=self.url, detail=detail)
+        return Sent(str(copied.get("ChecksumCRC32C", "")), etag_of(copied), stop - start)
+
     async def _copy(
-        self, op: str, key: str, upload_id: str, number: int, source: str, bytes_range: str
+        self, op: str, key: str, upload_id: str, number: int, source: ObjectName, bytes_range: str
     ) -> Mapping[str, Any]:
         answer = await self.call(
             op,
@@ -425,7 +446,7 @@ class S3Bucket:
             "upload_part_copy",
             UploadId=upload_id,
             PartNumber=number,
-            CopySource={"Bucket": self._name, "Key": self.full(source)},
+            CopySource={"Bucket": source.bucket, "Key": source.name},
             CopySourceRange=bytes_range,
         )
         copied: Mapping[str, Any] = answer.get("CopyPartResult", {})

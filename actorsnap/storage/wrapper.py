@@ -50,6 +50,13 @@ T = TypeVar("T")
 P = ParamSpec("P")
 
 
+def unwrapped(storage: Storage) -> Storage:
+    """Returns the backend below all wrappers."""
+    while isinstance(storage, Wrapper):
+        storage = storage.inner
+    return storage
+
+
 class ListEnd(enum.Enum):
     """The answer after the last object of a ``list``."""
 
@@ -107,6 +114,20 @@ class Wrapper(Storage):
     async def writer(self, key: str, size: int, *, older: Sequence[str] = ()) -> ObjectWriter:
         inner = await self.around("writer", key, self.inner.writer, key, size, older=older)
         return self.wrap_writer(inner)
+
+    async def copying_writer(
+        self, key: str, size: int, *, source: Storage, sample: str
+    ) -> ObjectWriter | None:
+        inner = await self.around(
+            "copying_writer",
+            key,
+            self.inner.copying_writer,
+            key,
+            size,
+            source=source,
+            sample=sample,
+        )
+        return None if inner is None else self.wrap_writer(inner)
 
     async def join_writer(self, token: bytes) -> ObjectWriter:
         return self.wrap_writer(await self.around("join_writer", "", self.inner.join_writer, token))
@@ -177,6 +198,11 @@ class WriterWrapper(ObjectWriter):
 
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
         return await self.storage.around("reuse", self.key, self.inner.reuse, offset, views, crc32c)
+
+    async def copy_from(self, offset: int, key: str, start: int, stop: int) -> int | None:
+        return await self.storage.around(
+            "copy_from", self.key, self.inner.copy_from, offset, key, start, stop
+        )
 
     async def complete(self) -> None:
         await self.storage.around("complete", self.key, self.inner.complete)
@@ -288,6 +314,11 @@ _ANSWERS: Mapping[str, tuple[Callable[[object, str], bool], str]] = {
     "list_folders": (_is_names, "a sequence of names"),
     "reuse": (lambda answer, _: isinstance(answer, bool), "a bool"),
     "stat": (_is_info, _INFO),
+    "copying_writer": (
+        lambda answer, _: answer is None or isinstance(answer, ObjectWriter),
+        "an ObjectWriter or None",
+    ),
+    "copy_from": (lambda answer, _: answer is None or isinstance(answer, int), "a CRC32C or None"),
     "writer": (lambda answer, _: isinstance(answer, ObjectWriter), "an ObjectWriter"),
 }
 """By verb: a test of its answer for a key, and the expected one."""

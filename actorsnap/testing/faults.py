@@ -39,9 +39,11 @@ class Verb(StrEnum):
     PUT = "put"
     PUT_IF_ABSENT = "put_if_absent"
     WRITER = "writer"
+    COPYING_WRITER = "copying_writer"
     JOIN_WRITER = "join_writer"
     WRITE_AT = "write_at"
     REUSE = "reuse"
+    COPY_FROM = "copy_from"
     COMPLETE = "complete"
     RELEASE = "release"
     ABORT = "abort"
@@ -71,6 +73,7 @@ _WRITING = frozenset(
         Verb.PUT_IF_ABSENT,
         Verb.WRITE_AT,
         Verb.REUSE,
+        Verb.COPY_FROM,
         Verb.COMPLETE,
         Verb.DELETE,
         Verb.DELETE_FOLDER,

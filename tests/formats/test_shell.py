@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests.formats.checkpoints import write_safetensors
 from tests.test_cli import run
@@ -47,3 +48,23 @@ def test_rm_refuses(file: Path) -> None:
     assert ended.code == 2
     assert "rm deletes only snapshots" in " ".join(ended.err.split())
     assert file.exists()
+
+
+def test_convert_then_export(file: Path, tmp_path: Path) -> None:
+    ended = run("convert", file, tmp_path / "s")
+    assert ended.lines[0] == f"read {file}: safetensors"
+    assert "1 tensor, 0 values, 24 B" in ended.lines[1]
+    assert "verify --full" in ended.lines[2]
+    s, out = tmp_path / "s", tmp_path / "out"
+    ended = run(
+        "export", s, out, "--to", "hf", "--dtype", "bfloat16", "--rename", "model/w=model/v"
+    )
+    assert (ended.code, ended.lines) == (0, ["exported 1 tensor to 1 file, 4.0 KiB"])
+    assert load_file(out / "model.safetensors")["v"].dtype == torch.bfloat16
+    assert run("export", s, out, "--to", "hf").code == 4
+    assert run("export", s, out, "--to", "hf", "--overwrite").code == 0
+    assert run("export", s, tmp_path / "x.pt", "--to", "torch", "--key", "model").code == 0
+    assert torch.load(tmp_path / "x.pt")["w"].shape == (2, 3)
+    assert '".metadata"' in run("export", s, tmp_path / "d", "--to", "dcp", "--json").out
+    assert run("export", s, out, "--to", "dcp", "--dtype", "float16").code == 2
+    assert run("export", s, out, "--to", "hf", "--rename", "model").code == 2

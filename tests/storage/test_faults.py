@@ -215,7 +215,7 @@ async def test_what_comes_before_an_operation_is_waited_for(name: str) -> None:
     assert not faulty.was_hit
 
 
-@pytest.mark.parametrize("verb", list(Verb))
+@pytest.mark.parametrize("verb", sorted(set(Verb) - {Verb.COPYING_WRITER, Verb.COPY_FROM}))
 @bounded(20)
 async def test_a_stall_lasts_until_it_is_cancelled(fs: Storage, verb: Verb) -> None:
     faulty = FaultyStorage(fs, latency_s={verb: math.inf})

@@ -1,0 +1,538 @@
+"""Writes snapshots as checkpoints of ``torch.save`` and of torch.distributed.checkpoint (DCP).
+
+The pickles of these formats are the only ones that this package writes without being asked for
+``allow_pickle``: of dense tensors and plain values. Anything else is refused, by its path, before a
+byte is written. Data is read and compared with its checksums, and streamed within
+``Options.memory_budget_bytes``.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from io import BytesIO
+from math import prod
+from typing import Any, TypeVar, overload
+
+import msgspec
+import torch
+
+from actorsnap import sync
+from actorsnap.actors.fetcher import RangeRequest
+from actorsnap.errors import UsageError
+from actorsnap.format.geometry import Box, c_strides, extent_bytes
+from actorsnap.format.layout import dtype_itemsize
+from actorsnap.format.manifest import (
+    BytesEntry,
+    CompositeEntry,
+    ContainerEntry,
+    TensorEntry,
+    ValueEntry,
+    ViewEntry,
+)
+from actorsnap.interop.torch_archives import Archive, Storage, Tensor, check_plain, not_plain
+from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry
+from actorsnap.planning.renaming import Rename, function_of, renamed
+from actorsnap.planning.shards import Shard, Shards
+from actorsnap.runtime.bars import Amount, shown
+from actorsnap.runtime.exporting import (
+    Body,
+    Exporter,
+    ExportReport,
+    Known,
+    OutFile,
+    Part,
+    StoredBytes,
+    opened_for_export,
+    readable,
+    refuse_existing,
+)
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.location import Location, check_flag, make_location
+from actorsnap.runtime.script import run_async, run_sync
+from actorsnap.runtime.source import OpenSource, Source, begins_anew
+from actorsnap.snapshot import Snapshot, SnapshotHandle
+from actorsnap.state import objects
+from actorsnap.state.restore.build import prepare
+from actorsnap.state.restore.match import entries_by_key
+from actorsnap.state.sources import HostMemory
+from actorsnap.state.tree import escape
+from actorsnap.storage.base import Storage as Place
+from actorsnap.storage.registry import folder_and_name
+
+T = TypeVar("T")
+
+_MAX_FILE_BYTES = 5 * 10**9
+_METADATA = ".metadata"
+
+
+class _Files(msgspec.Struct, frozen=True, eq=False):
+    """What to write; ``last``: content by key, when ``files`` are complete."""
+
+    files: list[OutFile]
+    last: dict[str, bytes] = {}
+
+
+class _Call(msgspec.Struct, frozen=True, kw_only=True):
+    key: str | None
+    rename: Rename | None
+    overwrite: bool
+
+    def check(self) -> None:
+        if self.key is not None and (not isinstance(self.key, str) or not self.key):
+            raise UsageError(f"key must be a key of the app state, or None, not {self.key!r}")
+        check_flag("overwrite", self.overwrite)
+        if self.rename is not None:
+            function_of(self.rename)
+
+
+@overload
+def export_torch(
+    snapshot: Snapshot,
+    path: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    rename: Rename | None = None,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> Awaitable[ExportReport]: ...
+@overload
+def export_torch(
+    snapshot: sync.Snapshot,
+    path: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    rename: Rename | None = None,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> ExportReport: ...
+def export_torch(
+    snapshot: SnapshotHandle,
+    path: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    rename: Rename | None = None,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> ExportReport | Awaitable[ExportReport]:
+    """Writes a file as ``torch.save`` does: of the app state as a dict, or of one key's state.
+
+    ``torch.load(path, weights_only=True)`` and ``mmap=True`` read it. Tensors that share memory
+    share it there; sharded ones are whole. Tensors are row-major (a memory format such as channels
+    last is lost) and on the CPU, and are those that rank 0 may read, with leaves that one other
+    rank has alone (pipelines).
+
+    Args:
+        snapshot: Of either facade; with that of ``actorsnap.sync`` the call blocks.
+        path: The file.
+        key: The part of the app state. None: all of it, by key.
+        rename: See ``Snapshot.restore``; before ``key`` is looked for.
+        overwrite: Delete an older file first.
+        storage_options, progress: See ``Snapshot.export_hf``.
+
+    Raises:
+        UsageError: Bad input; or a leaf is no dense tensor or plain value: names it.
+        ObjectExists: There is a file at ``path``.
+        NotASnapshot, FormatError, ChecksumMismatch, StorageError: See ``Snapshot.export_hf``.
+    Cancellation: As after a failure, the file is deleted. A process that dies leaves a file that
+    ``torch.load`` refuses, or none.
+    """
+    call = _Call(key=key, rename=rename, overwrite=overwrite)
+    folder = folder_and_name(make_location(path, storage_options).url)
+    if folder is None:
+        raise UsageError(f"{os.fspath(path)!r} names no file")
+    to = make_location(folder[0], storage_options)
+    name = folder[1]
+
+    async def older(target: Place) -> list[str]:
+        return [info.key async for info in target.list(name) if info.key == name]
+
+    def lay_out(state: object) -> _Files:
+        return _Files([OutFile(name, Archive(state).parts, "last")])
+
+    return _run(snapshot, to, call, older, lay_out, name="export_torch", progress=progress)
+
+
+@overload
+def export_dcp(
+    snapshot: Snapshot,
+    path: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    rename: Rename | None = None,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> Awaitable[ExportReport]: ...
+@overload
+def export_dcp(
+    snapshot: sync.Snapshot,
+    path: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    rename: Rename | None = None,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> ExportReport: ...
+def export_dcp(
+    snapshot: SnapshotHandle,
+    path: str | os.PathLike[str],
+    *,
+    key: str | None = None,
+    rename: Rename | None = None,
+    overwrite: bool = False,
+    storage_options: Mapping[str, Any] | None = None,
+    progress: bool = False,
+) -> ExportReport | Awaitable[ExportReport]:
+    """Writes a folder that stock ``torch.distributed.checkpoint.load`` reads, on any ranks.
+
+    Leaves have the names that DCP gives them. Sharded tensors stay in their shards, each a chunk
+    of DCP. The file ``.metadata`` is written last. What DCP cannot represent (empty dicts) is lost.
+
+    Args:
+        path: The folder.
+        snapshot, key, rename, overwrite, storage_options, progress: See ``export_torch``.
+
+    Raises:
+        UsageError: As in ``export_torch``; or two leaves have one name of DCP's.
+        ObjectExists: There is a DCP checkpoint at ``path``, perhaps a part of one.
+        NotASnapshot, FormatError, ChecksumMismatch, StorageError: See ``Snapshot.export_hf``.
+    Cancellation: As after a failure, the files are deleted. A process that dies leaves no
+    ``.metadata``.
+    """
+    call = _Call(key=key, rename=rename, overwrite=overwrite)
+
+    async def older(target: Place) -> list[str]:
+        keys = [info.key async for info in target.list("") if "/" not in info.key]
+        return sorted([k for k in keys if k == _METADATA or k.endswith(".distcp")])
+
+    to = make_location(path, storage_options)
+    return _run(
+        snapshot,
+        to,
+        call,
+        older,
+        _lay_out_dcp,
+        name="export_dcp",
+        progress=progress,
+        keeps_shards=True,
+    )
+
+
+def _run(
+    snapshot: SnapshotHandle,
+    to: Location,
+    call: _Call,
+    older: Callable[[Place], Awaitable[list[str]]],
+    lay_out: Callable[[Any], _Files],
+    *,
+    name: str,
+    progress: bool,
+    keeps_shards: bool = False,
+) -> ExportReport | Awaitable[ExportReport]:
+    call.check()
+    check_flag("progress", progress)
+    exporters: list[Exporter] = []
+
+    @begins_anew
+    def script(source: Source) -> Script[ExportReport]:
+        async def step(host: Host) -> ExportReport:
+            async with opened_for_export(host, source, to) as (opened, target):
+
+                async def perform() -> ExportReport:
+                    exporter = Exporter(opened, target)
+                    exporters[:] = [exporter]
+                    state, count = await _state(opened, call, keeps_shards=keeps_shards)
+                    files = await opened.errands.run_blocking(lay_out, state)
+                    existing = await older(target)
+                    await refuse_existing(target, existing, overwrite=call.overwrite)
+                    async with exporter.cleaning_up():
+                        await exporter.write(files.files)
+                        await opened.reader.check_replaced()
+                        for key, data in files.last.items():
+                            await exporter.put(key, data)
+                    return ExportReport(
+                        files=tuple(sorted(exporter.files)),
+                        num_tensors=count,
+                        nbytes=exporter.nbytes,
+                    )
+
+                return await opened.errands.run(perform)
+
+        report: ExportReport = yield step
+        return report
+
+    def amounts() -> Sequence[Amount]:
+        return [Amount("exporting", each.done_bytes, each.total_bytes) for each in exporters]
+
+    source = snapshot._source
+    whole = shown(script(source), amounts, source.location.display_url, is_on=progress)
+    if isinstance(snapshot, sync.Snapshot):
+        return run_sync(whole, name=name)
+    return run_async(whole)
+
+
+class ShardedTensor(msgspec.Struct, frozen=True, eq=False):
+    """Stands for a tensor in a state that is written shard by shard."""
+
+    index: Index
+    entry: ShardedEntry
+
+
+async def _state(opened: OpenSource, call: _Call, *, keeps_shards: bool) -> tuple[Any, int]:
+    """Returns what to export, with ``Tensor`` for tensors, and the number of these.
+
+    Raises:
+        UsageError: The key is missing, or a leaf is no plain value.
+    """
+    change = (lambda path: path) if call.rename is None else function_of(call.rename)
+
+    def names(path: str) -> bool:
+        new = change(path.partition("@")[0])
+        return bool(new) and call.key in (None, _key_of(str(new)))
+
+    entries: list[AnyEntry] = []
+    maker = _Stubs(keeps_shards=keeps_shards)
+    for index, paths in await readable(opened, names):
+        if call.rename is not None:
+            paths = paths and frozenset([new for path in paths if (new := change(path))])
+            index = renamed(index, call.rename)
+        found = [
+            entry
+            for entry in index.entries
+            if (paths is None or entry.path in paths)
+            and call.key in (None, _key_of(entry.path))
+            and not isinstance(entry, Elsewhere)
+        ]
+        known = {entry.path for entry in entries}
+        new = await maker.replaced(opened, index, found)
+        entries += [entry for entry in new if entry.path not in known]
+    by_key = entries_by_key(entries)
+    if call.key is not None and call.key not in by_key:
+        raise UsageError(f"the snapshot has no key {call.key!r}")
+    state = {}
+    for key, own in by_key.items():
+        restore = prepare(escape(key), own, target=None, allow_pickle=True)
+        assert not restore.memory.reads
+        state[key] = restore.build()
+        if not keeps_shards:
+            check_plain(state[key], escape(key))
+    return (state if call.key is None else state[call.key]), maker.count
+
+
+def _key_of(path: str) -> str | None:
+    keys = list(entries_by_key([ContainerEntry(path=path.partition("/")[0], type="dict")]))
+    return keys[0]
+
+
+class _Stubs:
+    """Replaces the entries of leaves by values: tensors by what stands for them.
+
+    Attributes:
+        count: Of tensors.
+    """
+
+    def __init__(self, *, keeps_shards: bool) -> None:
+        self._keeps_shards = keeps_shards
+        self._storages: dict[tuple[int, str], Storage] = {}
+        self.count = 0
+
+    async def replaced(
+        self, opened: OpenSource, index: Index, entries: Sequence[AnyEntry]
+    ) -> list[AnyEntry]:
+        by_path = {entry.path: entry for entry in index.entries}
+        long = [entry for entry in entries if isinstance(entry, BytesEntry)]
+        values = await _read_values(opened, index, long)
+        found: list[AnyEntry] = []
+        for entry in entries:
+            path = entry.path
+            if isinstance(entry, CompositeEntry):
+                raise not_plain(path, "sparse or quantized tensor")
+            if "@" in path:
+                continue  # the memory of a view
+            if isinstance(entry, ContainerEntry | ValueEntry):
+                found.append(entry)
+            elif isinstance(entry, BytesEntry):
+                found.append(ValueEntry(path=path, value=objects.Opaque(values[path])))
+            else:
+                self.count += 1
+                stub = self._stub(index, entry, by_path)
+                found.append(ValueEntry(path=path, value=objects.Opaque(stub)))
+        return found
+
+    def _stub(self, index: Index, entry: AnyEntry, by_path: Mapping[str, AnyEntry]) -> object:
+        assert isinstance(entry, TensorEntry | ShardedEntry | ViewEntry)
+        if entry.type in ("numpy", "numpy_scalar") or not hasattr(torch, entry.dtype):
+            raise not_plain(entry.path, f"numpy array of {entry.dtype}")
+        base: AnyEntry | None = entry
+        strides, offset = c_strides(entry.shape), 0
+        if isinstance(entry, ViewEntry):
+            base, strides, offset = by_path.get(entry.of), entry.strides, entry.offset
+        if isinstance(base, ShardedEntry) and self._keeps_shards:
+            StoredBytes.of(index, base)  # raises
+            return ShardedTensor(index, base)
+        if not isinstance(base, TensorEntry | ShardedEntry):
+            raise not_plain(entry.path, "view of something else")
+        place = id(index), base.path
+        if place not in self._storages:
+            stored = StoredBytes.of(index, base)
+            self._storages[place] = Storage(Body(stored, stored.nbytes), base.dtype)
+        return Tensor(
+            storage=self._storages[place],
+            dtype=entry.dtype,
+            shape=entry.shape,
+            strides=strides,
+            offset=offset,
+            is_parameter=entry.type == "parameter",
+            requires_grad=entry.requires_grad,
+        )
+
+
+async def _read_values(
+    opened: OpenSource, index: Index, entries: Iterable[BytesEntry]
+) -> dict[str, object]:
+    """Reads long values.
+
+    Raises:
+        UsageError: One is an array, or pickled.
+    """
+    found: dict[str, tuple[str, bytearray]] = {}
+    requests: list[RangeRequest] = []
+    for entry in entries:
+        if entry.type in ("pickle", "numpy"):
+            raise not_plain(entry.path, "pickle" if entry.type == "pickle" else "numpy array")
+        data = bytearray(entry.data.stop - entry.data.start)
+        found[entry.path] = entry.type, data
+        if data:
+            memory = torch.frombuffer(data, dtype=torch.uint8)
+            sink = HostMemory(memory.data_ptr(), len(data), memory)
+            requests.append(RangeRequest(index, entry.data, sink))
+    await opened.fetcher().fetch(requests)
+    return {path: objects.decode(kind, data) for path, (kind, data) in found.items()}
+
+
+def _lay_out_dcp(state: Any) -> _Files:
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import (
+        BytesStorageMetadata,
+        ChunkStorageMetadata,
+        Metadata,
+        MetadataIndex,
+        StorageMeta,
+        TensorProperties,
+        TensorStorageMetadata,
+    )
+
+    if not isinstance(state, dict):
+        raise UsageError(f"DCP saves dicts, and this key's state is a {type(state).__name__}")
+    stubs: dict[int, Tensor | ShardedTensor] = {}
+    try:
+        flat, names = flatten_state_dict(_with_tensors(state, stubs))
+    except ValueError as error:
+        raise UsageError(f"two leaves would have one name of DCP's: {error}") from error
+    described: dict[str, Any] = {}
+    places: dict[Any, Any] = {}
+    blobs = _Blobs()
+    for name, value in flat.items():
+        stub = stubs.get(id(value))
+        if stub is None:
+            path = "/".join(map(str, names[name]))
+            check_plain(value, path)
+            described[name] = BytesStorageMetadata()
+            out = BytesIO()
+            torch.save(value, out)
+            data = out.getvalue()
+            places[MetadataIndex(name)] = _StorageInfo(*blobs.add([Known(data)], len(data)))
+            continue
+        chunks: list[ChunkStorageMetadata] = []
+        for number, (box, tensor) in enumerate(_chunks(stub)):
+            archive = Archive(tensor)
+            offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
+            chunks.append(ChunkStorageMetadata(offsets, sizes))
+            place = _StorageInfo(*blobs.add(archive.parts, archive.nbytes))
+            places[MetadataIndex(name, offsets, number)] = place
+        assert isinstance(value, torch.Tensor)
+        properties = TensorProperties(dtype=value.dtype)
+        described[name] = TensorStorageMetadata(properties, value.shape, chunks)
+    metadata = Metadata(
+        described,
+        planner_data=names,
+        storage_data=places,
+        storage_meta=StorageMeta(),
+        version="1.0.0",
+    )
+    return _Files(blobs.files(), {_METADATA: pickle.dumps(metadata)})
+
+
+def _with_tensors(value: Any, stubs: dict[int, Tensor | ShardedTensor]) -> Any:
+    """Puts tensors without data where stubs are: DCP's names depend on what is a tensor."""
+    if isinstance(value, Tensor | ShardedTensor):
+        entry = value if isinstance(value, Tensor) else value.entry
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
+        stubs[id(tensor)] = value
+        return tensor
+    if isinstance(value, Mapping):
+        return {key: _with_tensors(child, stubs) for key, child in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)([_with_tensors(child, stubs) for child in value])
+    return value
+
+
+def _chunks(stub: Tensor | ShardedTensor) -> list[tuple[Box, Tensor]]:
+    """Returns the stored boxes of a tensor, each as a tensor of its own."""
+    if isinstance(stub, Tensor):
+        # Only what it has of memory that it shares.
+        itemsize = dtype_itemsize(stub.dtype) or 1
+        nbytes = extent_bytes(stub.shape, stub.strides, itemsize)
+        body = Body(stub.storage.body.stored, nbytes, stub.offset)
+        alone = msgspec.structs.replace(
+            stub,
+            storage=Storage(body, stub.dtype),
+            offset=0,
+            is_parameter=False,
+            requires_grad=False,
+        )
+        return [(Box.whole(stub.shape), alone)]
+    entry, found = stub.entry, []
+    for number, box in enumerate(entry.shards.cut.boxes):
+        if box.is_empty:
+            continue
+        nbytes = prod(box.sizes) * (dtype_itemsize(entry.dtype) or 1)
+        shards = Shards.of([Shard(Box.whole((nbytes,)), entry.shards.data(number))])
+        body = Body(StoredBytes(stub.index, entry.path, shards, (nbytes,)), nbytes)
+        storage = Storage(body, entry.dtype)
+        strides = c_strides(box.sizes)
+        tensor = Tensor(storage, entry.dtype, box.sizes, strides, 0, False, False)
+        found.append((box, tensor))
+    return found
+
+
+class _Blobs:
+    """Puts what DCP reads at once into files, one after the other."""
+
+    def __init__(self) -> None:
+        self._files: list[list[Part]] = [[]]
+        self._at = 0
+
+    def add(self, parts: Sequence[Part], nbytes: int) -> tuple[str, int, int]:
+        """Returns the file's name, and offset and length in it."""
+        if self._at and self._at + nbytes > _MAX_FILE_BYTES:
+            self._files.append([])
+            self._at = 0
+        self._files[-1] += parts
+        place = _data_name(len(self._files) - 1), self._at, nbytes
+        self._at += nbytes
+        return place
+
+    def files(self) -> list[OutFile]:
+        return [OutFile(_data_name(number), parts) for number, parts in enumerate(self._files)]
+
+
+def _data_name(number: int) -> str:
+    return f"__0_{number}.distcp"
