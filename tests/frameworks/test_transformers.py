@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
-import json
-import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from actorsnap.sync import Snapshot
-from tests.pages import ROOT
+from tests.frameworks.processes import run_example, run_function
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,40 +19,9 @@ pytestmark = [
     ),
 ]
 
-SCRIPT = Path(__file__).parent / "trainings.py"
-TIMEOUT_S = 200.0
-
 
 def run(name: str, folder: Path, *, ranks: int = 1, expected: int = 0) -> Any:
-    """Returns the result of a function of ``trainings.py``, with all ranks."""
-    folder.mkdir(exist_ok=True)
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
-    children = []
-    for rank in range(ranks):
-        world: dict[str, str] = {}
-        if ranks > 1:
-            world = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks)}
-            world |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        children.append(
-            subprocess.Popen(
-                [sys.executable, str(SCRIPT), name, str(folder)],
-                env=environment | world,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    try:
-        said = [child.communicate(timeout=TIMEOUT_S) for child in children]
-    finally:
-        for child in children:
-            child.kill()
-    for child, (out, err) in zip(children, said, strict=True):
-        assert child.returncode == expected, out[-2000:] + err[-4000:]
-    return None if expected else json.loads(said[0][0].splitlines()[-1])
+    return run_function("trainings.py", name, folder, ranks=ranks, expected=expected)
 
 
 def assert_goes_on(resumed: Any, straight: Any) -> None:
@@ -73,7 +37,7 @@ def test_killed_in_a_save(tmp_path: Path) -> None:
     assert left == ["checkpoint-3", "tmp-checkpoint-6"]
     assert not (tmp_path / "killed" / "tmp-checkpoint-6" / "actorsnap.json").exists()
     resumed = run("resumed_wide", tmp_path / "killed")
-    assert resumed["last"] == "checkpoint-3"
+    assert (resumed["last"], resumed["first"]) == ("checkpoint-3", 3)
     assert_goes_on(resumed, straight)
     assert resumed["folders"] == [f"checkpoint-{step}" for step in (12, 3, 6, 9)]
 
@@ -83,6 +47,7 @@ def test_killed_between_commit_and_rename(tmp_path: Path) -> None:
     run("killed_after_the_commit", tmp_path / "killed", expected=-signal.SIGKILL)
     resumed = run("resumed", tmp_path / "killed")
     assert resumed["before"] == ["checkpoint-3", "tmp-checkpoint-6"]
+    assert resumed["first"] == 6
     assert_goes_on(resumed, straight)
     assert resumed["folders"] == straight["folders"]
     for folder in (tmp_path / "killed").iterdir():
@@ -151,14 +116,6 @@ def test_what_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_example(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / "hf_trainer.py")],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "left behind: checkpoint-5, tmp-checkpoint-10" in done.stdout
-    assert "resumed and straight are equal, bit for bit" in done.stdout
+    said = run_example("hf_trainer.py", tmp_path)
+    assert "left behind: checkpoint-5, tmp-checkpoint-10" in said
+    assert "resumed and straight are equal, bit for bit" in said

@@ -146,7 +146,8 @@ def resumed(folder: Path, *, width: int = 16) -> Any:
     last = Path(get_last_checkpoint(str(folder)) or "none").name
     made = trainer(ActorsnapTrainer, folder, width=width)
     made.train(resume_from_checkpoint=True)
-    found = {"before": before, "last": last, "folders": names(folder)}
+    first = made._initial_global_step
+    found = {"before": before, "last": last, "first": first, "folders": names(folder)}
     return outcome(made) | found
 
 
@@ -162,8 +163,10 @@ def straight_wide(folder: Path) -> Any:
 
 def half_written(folder: Path) -> Any:
     """Newer folders that are not whole: without commit, truncated, and one of the Trainer's own."""
-    trainer(ActorsnapTrainer, folder, max_steps=6).train()
+    trainer(ActorsnapTrainer, folder).train()
     good = folder / "checkpoint-6"
+    for step in (9, 12):
+        shutil.rmtree(folder / f"checkpoint-{step}")
     for step in (7, 8):
         shutil.copytree(good, folder / f"checkpoint-{step}")
     (folder / "checkpoint-7" / "actorsnap.json").unlink()
@@ -223,17 +226,12 @@ def save_only_model(folder: Path) -> Any:
 
 def from_the_trainer(folder: Path) -> Any:
     """Begun by the Trainer itself."""
-    trainer(Trainer, folder, max_steps=12, callbacks=[Stop(6, _stop)])
     made = trainer(Trainer, folder)
     made.train()
     shutil.rmtree(folder / "checkpoint-12")
     shutil.rmtree(folder / "checkpoint-9")
     (folder / "checkpoint-12").mkdir()
     return resumed(folder) | {"stock": outcome(made)}
-
-
-def _stop() -> None:
-    """Is replaced."""
 
 
 def scaler(folder: Path) -> Any:
@@ -265,13 +263,17 @@ def failed_save(folder: Path) -> Any:
 
 
 def refused(folder: Path) -> Any:
+    class Offline(ActorsnapTrainer):
+        def init_hf_repo(self, token: str | None = None) -> None:
+            self.hub_model_id = "none"
+
     found = []
     for arguments in (
         {"save_on_each_node": True},
         {"push_to_hub": True, "hub_strategy": "checkpoint", "hub_token": "none"},
     ):
         try:
-            trainer(ActorsnapTrainer, folder, **arguments)
+            trainer(Offline, folder, **arguments)
         except UsageError as error:
             found.append(str(error))
     return found
