@@ -11,6 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from actorsnap import sync
@@ -21,12 +22,13 @@ from actorsnap.state.stateful import RNGState, Stateful
 try:
     import accelerate
     from accelerate.data_loader import SeedableRandomSampler
+    from accelerate.utils import broadcast
 except ImportError as missing:
     raise ImportError(
         "actorsnap.interop.accelerate needs accelerate: pip install 'actorsnap[accelerate]'"
     ) from missing
 
-__all__ = ["app_state", "async_save_state", "load_state", "save_state"]
+__all__ = ["app_state", "async_save_state", "load_state", "replicated", "save_state"]
 
 _OWN = "accelerate"
 """The key of what the accelerator itself counts."""
@@ -35,10 +37,12 @@ _OWN = "accelerate"
 def app_state(accelerator: accelerate.Accelerator) -> dict[str, Stateful]:
     """Returns everything that ``accelerator.save_state`` saves, as an app state.
 
-    For ``Snapshot`` and ``CheckpointManager``. Keys: ``model``, ``optimizer``, ``scheduler``,
-    ``dataloader`` and ``custom``, the second ones with ``_1`` and so on; ``scaler``, ``rng``,
-    ``accelerate``. Of a data loader: its epoch and seed; with ``use_stateful_dataloader`` also its
-    position.
+    For ``Snapshot`` and ``CheckpointManager``; of several processes with
+    ``replicated=replicated(accelerator)``. Their buffers are those of rank 0.
+
+    Keys: ``model``, ``optimizer``, ``scheduler``, ``dataloader``, ``custom``, and the second ones of
+    each with ``_1``; ``scaler``, ``rng``, ``accelerate``. Of a data loader: its epoch and seed;
+    with ``use_stateful_dataloader`` also its position.
 
     Raises:
         UsageError: The accelerator trains by FSDP, DeepSpeed, Megatron-LM or XLA, or has hooks that
@@ -48,7 +52,7 @@ def app_state(accelerator: accelerate.Accelerator) -> dict[str, Stateful]:
     found: dict[str, Any] = {
         _OWN: _Counters(accelerator),
         "rng": RNGState(),
-        **_numbered("model", [getattr(model, "_orig_mod", model) for model in accelerator._models]),
+        **_numbered("model", _models(accelerator)),
         # Without Accelerate's wrappers: of a torch optimizer more is known.
         **_numbered("optimizer", [each.optimizer for each in accelerator._optimizers]),
         **_numbered("scheduler", accelerator._schedulers),
@@ -58,11 +62,22 @@ def app_state(accelerator: accelerate.Accelerator) -> dict[str, Stateful]:
     return found if accelerator.scaler is None else found | {"scaler": accelerator.scaler}
 
 
+def replicated(accelerator: accelerate.Accelerator) -> list[str]:
+    """Returns globs of what is equal in all processes, and so is stored once."""
+    keys = [
+        _OWN,
+        *_numbered("model", accelerator._models),
+        *_numbered("optimizer", accelerator._optimizers),
+        *_numbered("scheduler", accelerator._schedulers),
+    ]
+    keys += [] if accelerator.scaler is None else ["scaler"]
+    return [f"{key}/**" for key in keys]
+
+
 def save_state(
     accelerator: accelerate.Accelerator,
     output_dir: str | os.PathLike[str],
     *,
-    replicated: Sequence[str] = (),
     step: int | None = None,
     metadata: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -75,7 +90,6 @@ def save_state(
 
     Args:
         output_dir: A path or URL.
-        replicated: Globs of what is equal on all ranks; schedulers and the scaler always are.
         step, metadata, storage_options, options: See ``actorsnap.Snapshot.take``.
 
     Raises:
@@ -85,7 +99,7 @@ def save_state(
     return sync.Snapshot.take(
         output_dir,
         app_state(accelerator),
-        replicated=_replicated(accelerator, replicated),
+        replicated=replicated(accelerator),
         overwrite=True,
         step=step,
         metadata=metadata,
@@ -98,7 +112,6 @@ def async_save_state(
     accelerator: accelerate.Accelerator,
     output_dir: str | os.PathLike[str],
     *,
-    replicated: Sequence[str] = (),
     step: int | None = None,
     metadata: Mapping[str, Any] | None = None,
     storage_options: Mapping[str, Any] | None = None,
@@ -111,7 +124,7 @@ def async_save_state(
     return sync.Snapshot.async_take(
         output_dir,
         app_state(accelerator),
-        replicated=_replicated(accelerator, replicated),
+        replicated=replicated(accelerator),
         overwrite=True,
         step=step,
         metadata=metadata,
@@ -139,27 +152,30 @@ def load_state(
     wanted = app_state(accelerator)
     snapshot = sync.Snapshot(input_dir, storage_options=storage_options, options=options)
     try:
-        own = snapshot.read_object(_OWN)
+        snapshot.read_object(_OWN)
     except (NotASnapshot, UsageError):
         if not _is_of_accelerate(input_dir):
             raise
         accelerator.load_state(os.fspath(input_dir))
         return
-    for key in _numbered("model", accelerator._models):
-        model = wanted[key]
-        wanted[key] = model.module if isinstance(model, DistributedDataParallel) else model
-    rename = {f"{key}/module.": f"{key}/" for key in own["wrapped"]}
-    snapshot.restore(wanted, rename=rename or None)
+    wanted |= _numbered("model", list(map(_plain, accelerator._models)))
+    snapshot.restore(wanted)
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:
     return {name if n == 0 else f"{name}_{n}": each for n, each in enumerate(objects)}
 
 
-def _replicated(accelerator: accelerate.Accelerator, asked: Sequence[str]) -> list[str]:
-    keys = [_OWN, *_numbered("scheduler", accelerator._schedulers)]
-    keys += [] if accelerator.scaler is None else ["scaler"]
-    return [*[f"{key}/**" for key in keys], *asked]
+def _plain(model: Any) -> torch.nn.Module:
+    """Returns a model without the wrappers that change its names."""
+    inner = getattr(model, "_orig_mod", model)
+    found: torch.nn.Module = inner.module if isinstance(inner, DistributedDataParallel) else inner
+    return found
+
+
+def _models(accelerator: accelerate.Accelerator) -> list[Any]:
+    models = list(map(_plain, accelerator._models))
+    return list(map(_Model, models)) if accelerator.num_processes > 1 else models
 
 
 def _is_of_accelerate(path: str | os.PathLike[str]) -> bool:
@@ -186,23 +202,32 @@ def _refuse_other_engines(accelerator: accelerate.Accelerator) -> None:
         )
 
 
+class _Model:
+    """A model that several processes train: the buffers of rank 0 count, as in Accelerate."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._model.state_dict()
+        for name, buffer in self._model.named_buffers(remove_duplicate=False):
+            if name in state and type(buffer) is torch.Tensor:
+                state[name] = broadcast(buffer.detach().clone())
+        return state
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        self._model.load_state_dict(state_dict)
+
+
 class _Counters:
-    """What an accelerator counts, and the keys of models whose names begin with ``module.``."""
+    """What an accelerator counts."""
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
         self._accelerator = accelerator
 
     def state_dict(self) -> dict[str, Any]:
-        models = _numbered("model", self._accelerator._models)
-        return {
-            "step": self._accelerator.step,
-            "iteration": self._accelerator.project_configuration.iteration,
-            "wrapped": [
-                key
-                for key, model in models.items()
-                if isinstance(getattr(model, "_orig_mod", model), DistributedDataParallel)
-            ],
-        }
+        iteration = self._accelerator.project_configuration.iteration
+        return {"step": self._accelerator.step, "iteration": iteration}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         self._accelerator.step = state_dict["step"]

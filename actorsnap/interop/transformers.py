@@ -204,11 +204,10 @@ class ActorsnapTrainer(transformers.Trainer):  # type: ignore[misc]
     def _publish(self, folder: str, state: str) -> None:
         """Makes a committed snapshot a checkpoint."""
         made = _prefixed(_SAVING, folder)
-        if self.processing_class is not None:
-            self.processing_class.save_pretrained(made)
-        for config in (getattr(self.model, "config", None), _generation_config(self.model)):
-            if config is not None:
-                config.save_pretrained(made)
+        configs = [getattr(self.model, name, None) for name in ("config", "generation_config")]
+        for each in (self.processing_class, *configs):
+            if hasattr(each, "save_pretrained"):
+                each.save_pretrained(made)
         with open(os.path.join(made, TRAINER_STATE_NAME), "w", encoding="utf-8") as file:
             file.write(state)
             file.flush()
@@ -264,12 +263,13 @@ class ActorsnapTrainer(transformers.Trainer):  # type: ignore[misc]
         if wanted is None or wanted is False:
             return None
         if wanted is not True:
-            why = _fault(wanted)
+            folder: str = os.path.normpath(wanted)
+            why = _fault(folder)
             if why is not None:
-                newest = next(_whole_checkpoints(os.path.dirname(wanted.rstrip("/"))), None)
+                newest = next(_whole_checkpoints(os.path.dirname(folder)), None)
                 advice = f"; the newest whole one is {newest}" if newest else ""
-                raise UsageError(f"cannot resume from {wanted}: {why}{advice}")
-            return str(wanted)
+                raise UsageError(f"cannot resume from {folder}: {why}{advice}")
+            return folder
         newest = next(_whole_checkpoints(run_dir), None)
         if newest is None:
             raise ValueError(f"no whole checkpoint in {run_dir}: train without one, or check it")
@@ -366,10 +366,6 @@ def _prefixed(prefix: str, folder: str) -> str:
     return os.path.join(parent, prefix + name)
 
 
-def _generation_config(model: Any) -> Any:
-    return model.generation_config if getattr(model, "can_generate", bool)() else None
-
-
 def _delete(folder: str) -> None:
     """Deletes a checkpoint; from the first moment on, no name of one is left."""
     doomed = _prefixed(_DELETING, folder)
@@ -407,7 +403,8 @@ def _fault(folder: str) -> str | None:
 
 def _whole_checkpoints(run_dir: str) -> Iterator[str]:
     """Yields them, newest first; logs why others are passed over."""
-    matches = filter(None, map(_CHECKPOINT.fullmatch, os.listdir(run_dir)))
+    names = os.listdir(run_dir) if os.path.isdir(run_dir) else []
+    matches = filter(None, map(_CHECKPOINT.fullmatch, names))
     for match in sorted(matches, key=lambda match: -int(match[1])):
         folder = os.path.join(run_dir, match[0])
         why = _fault(folder)

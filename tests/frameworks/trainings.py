@@ -12,6 +12,7 @@ import os
 import shutil
 import signal
 import sys
+import time
 import zlib
 from collections.abc import Callable
 from pathlib import Path
@@ -126,7 +127,15 @@ def straight(folder: Path) -> Any:
 
 
 def killed_before_the_commit(folder: Path) -> Any:
-    trainer(ActorsnapTrainer, folder, width=512, options=SLOW, callbacks=[Stop(6, kill)]).train()
+    def kill_in_the_middle() -> None:
+        until = time.monotonic() + 30
+        while time.monotonic() < until and not any((folder / "tmp-checkpoint-6").rglob("*.s*")):
+            pass  # until the first object is there
+        kill()
+
+    trainer(
+        ActorsnapTrainer, folder, width=512, options=SLOW, callbacks=[Stop(6, kill_in_the_middle)]
+    ).train()
 
 
 def killed_after_the_commit(folder: Path) -> Any:
@@ -241,6 +250,28 @@ def scaler(folder: Path) -> Any:
         made.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
         made.train(resume_from_checkpoint=resume)
     return {"scale": made.accelerator.scaler.get_scale()}
+
+
+def on_sigterm(folder: Path) -> Any:
+    """The Trainer's own save on SIGTERM: at once, at any step; then the training ends."""
+    made = trainer(ActorsnapTrainer, folder, enable_jit_checkpoint=True)
+    [jit] = [each for each in made.callback_handler.callbacks if hasattr(each, "jit_manager")]
+
+    class Request(TrainerCallback):  # type: ignore[misc]
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            jit.jit_manager.is_checkpoint_requested = state.global_step == 4
+
+    made.add_callback(Request())
+    made.train()
+    stopped = made.state.global_step
+    return resumed(folder) | {"stopped": stopped}
+
+
+def joined(folder: Path) -> Any:
+    """The model of two ranks, in one process."""
+    made = trainer(ActorsnapTrainer, folder)
+    made._load_from_checkpoint(str(folder / "checkpoint-12"))
+    return outcome(made)
 
 
 def failed_save(folder: Path) -> Any:
