@@ -40,9 +40,9 @@ def app_state(accelerator: accelerate.Accelerator) -> dict[str, Stateful]:
     For ``Snapshot`` and ``CheckpointManager``; of several processes with
     ``replicated=replicated(accelerator)``. Their buffers are those of rank 0.
 
-    Keys: ``model``, ``optimizer``, ``scheduler``, ``dataloader``, ``custom``, and the second ones of
-    each with ``_1``; ``scaler``, ``rng``, ``accelerate``. Of a data loader: its epoch and seed;
-    with ``use_stateful_dataloader`` also its position.
+    Keys: ``model``, ``optimizer``, ``scheduler``, ``dataloader``, ``custom``, and ``model_1`` and
+    so on for the second ones; ``scaler``, ``rng``, ``accelerate``. Of a data loader: its epoch and
+    seed; with ``use_stateful_dataloader`` also its position.
 
     Raises:
         UsageError: The accelerator trains by FSDP, DeepSpeed, Megatron-LM or XLA, or has hooks that

@@ -258,7 +258,8 @@ def on_sigterm(folder: Path) -> Any:
     [jit] = [each for each in made.callback_handler.callbacks if hasattr(each, "jit_manager")]
 
     class Request(TrainerCallback):  # type: ignore[misc]
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        # The next hook is the beginning of a step. In its middle, random numbers are already drawn.
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
             jit.jit_manager.is_checkpoint_requested = state.global_step == 4
 
     made.add_callback(Request())
