@@ -57,6 +57,8 @@ class Training:
         self.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=float(2 * seed))
         body = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2))
         models = [body, nn.Linear(16, 1)]
+        for n in range(8):
+            models[1].register_buffer(f"mark{n}", torch.zeros(1 << 16))
         optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizers[0], 0.9)
         data = TensorDataset(torch.randn(64, 8, generator=torch.Generator().manual_seed(1)))
@@ -122,6 +124,10 @@ def saved(folder: Path) -> Any:
     training.run(5)
     save_state(training.accelerator, folder / "ckpt", step=5)
     training.run(5)
+    # Those of rank 0 count.
+    head = training.accelerator.unwrap_model(training.models[1])
+    for buffer in head.buffers():
+        buffer.fill_(training.accelerator.process_index)
     pending = async_save_state(training.accelerator, folder / "ckpt", step=10)
     training.run(1)  # changes all that was saved
     pending.wait()
