@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from io import BytesIO
 from typing import Any
@@ -26,6 +27,9 @@ from actorsnap.state import objects
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.tensors import DTYPE_NAMES, tensor_type
 from actorsnap.state.tree import Container, flatten, part_path
+
+TORCH_MARK = "torch"
+"""The key of a ``TorchMark`` in the ``metadata`` of a commit object."""
 
 _TENSOR_TYPES = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -129,6 +133,43 @@ def top_level(state: Any) -> dict[str, Any]:
     ):
         return dict(state)
     return {DEFAULT_KEY: state}
+
+
+class TorchMark(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the top-level keys of a snapshot make the object that ``torch.save`` was called with.
+
+    Attributes:
+        v: Version of this mark.
+        keys: In the order of the object.
+        whole: The object is the state of the only key.
+        ordered: It is an ``OrderedDict``.
+    """
+
+    v: int = 1
+    keys: tuple[str, ...] = ()
+    whole: bool = False
+    ordered: bool = False
+
+    @classmethod
+    def of(cls, obj: Any, states: Mapping[str, Any]) -> TorchMark:
+        """``states``: of ``top_level``."""
+        whole = states.get(DEFAULT_KEY) is obj
+        return cls(
+            keys=tuple(states), whole=whole, ordered=not whole and isinstance(obj, OrderedDict)
+        )
+
+    @classmethod
+    def find(cls, metadata: Mapping[str, Any]) -> TorchMark | None:
+        """Returns the mark in the ``metadata`` of a commit object, if any."""
+        try:
+            mark = msgspec.convert(metadata.get(TORCH_MARK), cls)
+        except msgspec.ValidationError:
+            return None
+        return mark if mark.v == 1 else None
+
+    def metadata(self) -> dict[str, Any]:
+        fields = msgspec.to_builtins(self)
+        return {TORCH_MARK: {"v": self.v, **fields, "keys": list(self.keys)}}
 
 
 def _is_section(key: str, value: object) -> bool:

@@ -22,6 +22,7 @@ from actorsnap.interop.formats.pickles import (
     Ghosts,
     SavedStorage,
     StateDescriber,
+    TorchMark,
     top_level,
     unpickle,
 )
@@ -241,4 +242,7 @@ def _describe(place: Place, saved: SavedFile) -> Foreign:
     )
     states = top_level(saved.state)
     describer.add({escape(name): state for name, state in states.items()})
-    return Foreign(format="torch.save", manifests=(description.manifest(),))
+    mark = TorchMark.of(saved.state, states)
+    return Foreign(
+        format="torch.save", manifests=(description.manifest(),), metadata=mark.metadata()
+    )

@@ -1,0 +1,236 @@
+"""``torch.save`` and ``torch.load``, over snapshots.
+
+    from actorsnap.interop.torch import load, save
+
+in place of ``torch.save`` and ``torch.load``, for dicts, lists and tuples of tensors and plain
+values. Each call is one process's own, also in a job of many ranks: it waits for nobody.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+import torch
+
+from actorsnap import sync
+from actorsnap.errors import UsageError
+from actorsnap.interop.formats.describing import DEFAULT_KEY
+from actorsnap.interop.formats.pickles import TorchMark, top_level
+from actorsnap.options import Options
+from actorsnap.state.process_group import Group
+
+__all__ = ["load", "save"]
+
+_ALL = "all"
+"""The key of everything in a ``load``."""
+
+MapLocation: TypeAlias = str | torch.device | Callable[[Any, str], Any] | None
+
+
+def save(
+    obj: Any,
+    f: str | os.PathLike[str],
+    pickle_module: Any = None,
+    pickle_protocol: int | None = None,
+    _use_new_zipfile_serialization: bool = True,
+    *,
+    storage_options: Mapping[str, Any] | None = None,
+    options: Options | None = None,
+) -> None:
+    """Saves ``obj`` as a snapshot; on return it is durable and visible.
+
+    Dicts below the top level are under their keys, as ``Snapshot.restore`` wants them; anything
+    else is under ``model``. A snapshot at ``f`` is replaced, and stays valid until then.
+
+    Args:
+        obj: A tensor, or plain containers of tensors and plain values (``docs/saving.md``).
+        f: A path or URL of a folder; see ``actorsnap.Snapshot``.
+        pickle_module: Refused.
+        pickle_protocol, _use_new_zipfile_serialization: Without effect.
+        storage_options, options: See ``actorsnap.Snapshot``.
+
+    Raises:
+        UsageError: ``f`` is a file or a file object; some values are neither tensors nor plain
+            values (names all); nothing was written.
+        ActorSnapError: See ``actorsnap.Snapshot.take``.
+    """
+    _refuse_pickle_module(pickle_module)
+    path = _check_path(f, "save")
+    if os.path.isfile(path):
+        raise UsageError(
+            f"{path} is a file, and a snapshot is a folder: choose another path, or move the file "
+            "away. If torch.save wrote it, actorsnap.interop.torch.load reads it where it is"
+        )
+    states = top_level(obj)
+    sync.Snapshot.take(
+        path,
+        {key: _Held(state) for key, state in states.items()},
+        overwrite=True,
+        metadata=TorchMark.of(obj, states).metadata(),
+        storage_options=storage_options,
+        options=options,
+        group=Group.of_one(),
+    )
+
+
+def load(
+    f: str | os.PathLike[str],
+    map_location: MapLocation = None,
+    pickle_module: Any = None,
+    *,
+    weights_only: bool | None = None,
+    mmap: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+    options: Options | None = None,
+) -> Any:
+    """Returns what was saved at ``f``, in new memory; tensors that shared memory do so again.
+
+    Args:
+        f: A snapshot of ``save``, or a file of ``torch.save``. Any other snapshot is returned as a
+            dict by key, as rank 0 sees it.
+        map_location: A device. None: the CPU, because a snapshot does not name devices. A function
+            gets each storage, on the CPU, and ``"cpu"``, and returns a storage, or None to leave
+            it.
+        pickle_module: Refused.
+        weights_only: True always. False is refused: ``Options(allow_pickle=True)`` reads pickles.
+        mmap: Without effect.
+        storage_options, options: See ``actorsnap.Snapshot``.
+
+    Raises:
+        UsageError: ``f`` is a file object, or an argument is refused.
+        NotASnapshot: There is neither.
+        ActorSnapError: See ``actorsnap.Snapshot.restore``.
+    """
+    _refuse_pickle_module(pickle_module)
+    if weights_only is False:
+        raise UsageError(
+            "weights_only=False would execute what the file says: leave it out. To read pickled "
+            "values that you trust, pass options=actorsnap.Options(allow_pickle=True)"
+        )
+    mover = _mover(map_location)
+    snapshot = sync.Snapshot(
+        _check_path(f, "load"), storage_options=storage_options, options=options
+    )
+    mark = TorchMark.find(snapshot.metadata) or TorchMark()
+    found = _Held()
+    if mark.whole:
+        snapshot.restore({DEFAULT_KEY: found}, group=Group.of_one())
+    else:
+        # As one key: tensors of several that share memory then do so again.
+        everything = {_ALL: found}
+        snapshot.restore(everything, rename=lambda path: f"{_ALL}/{path}", group=Group.of_one())
+        keys = mark.keys or tuple(found.state)
+        ordered = [(key, found.state[key]) for key in keys]
+        found.state = OrderedDict(ordered) if mark.ordered else dict(ordered)
+    return found.state if mover is None else mover.moved(found.state)
+
+
+class _Held:
+    """Any state, as a stateful."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict
+
+
+def _check_path(f: Any, name: str) -> str:
+    """Raises UsageError for a file object."""
+    if not isinstance(f, str | os.PathLike):
+        raise UsageError(
+            f"f must be a path or URL, not {type(f).__name__}: a snapshot is a folder. For a file "
+            f"object call torch.{name}; for memory use memory://NAME"
+        )
+    return os.fspath(f)
+
+
+def _refuse_pickle_module(module: Any) -> None:
+    if module is not None:
+        raise UsageError(
+            "pickle_module has no use here: no value is pickled. Leave it out, or pass "
+            "options=actorsnap.Options(allow_pickle=True) for objects that are no plain values"
+        )
+
+
+class _Mover:
+    """Moves tensors; those that share a storage still do.
+
+    Args:
+        move: Returns the new storage for one on the CPU.
+        device: Where sparse and quantized tensors go. None: they stay.
+    """
+
+    def __init__(self, move: Callable[[Any], Any], device: torch.device | None) -> None:
+        self._move = move
+        self._device = device
+        self._moved: dict[int, Any] = {}
+        self._tensors: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # from, to
+
+    def moved(self, value: Any) -> Any:
+        """Changes containers in place where it can."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        if isinstance(value, dict):
+            for key, item in value.items():
+                value[key] = self.moved(item)
+        elif type(value) is list:
+            value[:] = map(self.moved, value)
+        elif type(value) is tuple:
+            return tuple(map(self.moved, value))
+        return value
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._tensors:
+            self._tensors[id(tensor)] = tensor, self._place(tensor)
+        return self._tensors[id(tensor)][1]
+
+    def _place(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.layout is not torch.strided or tensor.is_quantized:
+            return tensor if self._device is None else tensor.to(self._device)
+        storage = tensor.untyped_storage()
+        at = storage._cdata
+        if at not in self._moved:
+            self._moved[at] = storage, self._move(storage)  # keeps ``at`` unique
+        to = self._moved[at][1]
+        if to is storage:
+            return tensor
+        plain = torch.empty(0, dtype=tensor.dtype, device=to.device)
+        plain.set_(to, tensor.storage_offset(), tensor.size(), tensor.stride())
+        if isinstance(tensor, torch.nn.Parameter):
+            made = torch.nn.Parameter(plain, requires_grad=tensor.requires_grad)
+            vars(made).update(vars(tensor))
+            return made
+        return plain.requires_grad_(tensor.requires_grad)
+
+
+def _mover(map_location: MapLocation) -> _Mover | None:
+    if map_location is None:
+        return None
+    if isinstance(map_location, str | torch.device):
+        device = torch.device(map_location)
+        return None if device.type == "cpu" else _Mover(lambda s: _storage_on(s, device), device)
+    if callable(map_location):
+        function = map_location
+        return _Mover(lambda storage: _chosen(function(storage, "cpu"), storage), None)
+    raise UsageError(
+        f"map_location must be a device or a function, not {type(map_location).__name__}: a "
+        "snapshot does not name devices, so pass the one that you want"
+    )
+
+
+def _storage_on(storage: Any, device: torch.device) -> Any:
+    bytes_there = torch.empty(0, dtype=torch.uint8).set_(storage).to(device)
+    return bytes_there.untyped_storage()
+
+
+def _chosen(result: Any, storage: Any) -> Any:
+    if result is None:
+        return storage
+    return getattr(result, "_untyped_storage", result)  # of a TypedStorage
