@@ -37,6 +37,7 @@ from actorsnap.interop.dcp.writer import (
     write_marker,
 )
 from actorsnap.interop.formats.dcp_metadata import BYTES_IO
+from actorsnap.options import Options
 from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.messages import CallKind, Label
@@ -45,6 +46,7 @@ from actorsnap.runtime import taking
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import resolve_options
 from actorsnap.runtime.rounds import Rounds, call_together
+from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import drive_sync
 from actorsnap.runtime.shared_reads import RestoreReads
 from actorsnap.runtime.source import Source, begins_anew
@@ -151,10 +153,39 @@ def async_save(
             use_collectives=use_collectives,
         )
     writer.reset(checkpoint_id)
-    call = _take_call(writer, state_dict, process_group, no_dist=no_dist)
     if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
-        options = msgspec.structs.replace(resolve_options(call.options), offload="process")
+        options = msgspec.structs.replace(resolve_options(writer.options), offload="process")
+        return begin_save(writer, state_dict, process_group, no_dist=no_dist, options=options)[1]
+    return begin_save(writer, state_dict, process_group, no_dist=no_dist)[1]
+
+
+def begin_save(
+    writer: ActorsnapWriter,
+    state_dict: Mapping[str, Any],
+    process_group: Any = None,
+    *,
+    no_dist: bool = False,
+    options: Options | None = None,
+    trained: Mapping[str, Any] | None = None,
+) -> tuple[Save, concurrent.futures.Future[Metadata]]:
+    """Begins an ``async_save`` that DCP does not plan.
+
+    Args:
+        options: Instead of the writer's.
+        trained: Modules and optimizers by any name. Their leaves are staged lazily: wait for
+            ``taking.await_staged`` before an optimizer steps.
+
+    Returns:
+        The save, and its outcome as callers of DCP get it.
+
+    Raises:
+        CheckpointException, Exception: See ``save``.
+    """
+    call = _take_call(writer, state_dict, process_group, no_dist=no_dist)
+    if options is not None:
         call = replace(call, options=options)
+    if trained is not None:
+        call = replace(call, stage="lazy", app_state=trained)
     with _raising_as_dcp("save", call.group), telling_overwrite(writer.overwrite):
         saving = drive_sync(taking.take(call, is_async=True))
     result: concurrent.futures.Future[Metadata] = concurrent.futures.Future()
@@ -174,7 +205,7 @@ def async_save(
         finished.add_done_callback(settle)
 
     saving.finished.add_done_callback(mark)
-    return result
+    return saving, result
 
 
 @_takes_storage_second
