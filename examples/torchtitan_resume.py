@@ -127,7 +127,10 @@ class Trainer:
                     self.die_in_save()
         self.checkpointer.close()
         crc = 0
-        for name, value in [*self.model.state_dict().items(), *self.optimizers.state_dict().items()]:
+        for name, value in [
+            *self.model.state_dict().items(),
+            *self.optimizers.state_dict().items(),
+        ]:
             if isinstance(value, Tensor):
                 whole: Any = value.full_tensor() if hasattr(value, "full_tensor") else value
                 crc = zlib.crc32(whole.detach().numpy().tobytes(), zlib.crc32(name.encode(), crc))
@@ -174,11 +177,12 @@ def start(who: str, folder: Path, num_steps: int, kill_at: int | None = None) ->
         port = server.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
     command += ["--master-port", str(port), __file__, "--folder", str(folder)]
-    command += ["--steps", str(num_steps)] + ([] if kill_at is None else ["--kill-at", str(kill_at)])
+    command += ["--steps", str(num_steps)] + (
+        [] if kill_at is None else ["--kill-at", str(kill_at)]
+    )
     done = subprocess.run(
         command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
+        capture_output=True,
         text=True,
         check=False,
         timeout=300,

@@ -12,9 +12,10 @@ step, deleting. Written for torchtitan 0.3.
 from __future__ import annotations
 
 import concurrent.futures
+import copy
 import logging
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -74,7 +75,9 @@ class OverSnapshots:
     def __init__(self, config: Any, **kwargs: Any) -> None:
         # Without torchtitan's thread, which deletes whole folders by their names alone.
         manager: Any = super()
-        manager.__init__(replace(config, keep_latest_k=0), **kwargs)
+        without = copy.copy(config)
+        without.keep_latest_k = 0
+        manager.__init__(without, **kwargs)
         if not self.enable:
             return
         self.keep_latest_k = config.keep_latest_k
@@ -176,7 +179,7 @@ class OverSnapshots:
 
     def _purge(self) -> None:
         num_kept = 0
-        for step, path in _step_folders(self.folder):
+        for _, path in _step_folders(self.folder):
             try:
                 if num_kept == self.keep_latest_k:
                     Snapshot(path).delete()
@@ -187,9 +190,7 @@ class OverSnapshots:
                 else:
                     logger.warning("%s is damaged, and does not count as one of the latest", path)
             except NotASnapshot:
-                continue  # in flight, or left behind by a job that ended
-            except UsageError:
-                logger.info("step %d stays: %s is not a snapshot of actorsnap", step, path)
+                continue  # in flight, left behind by a job that ended, or another program's
             except Exception as error:
                 logger.warning("%s: not looked at, or not deleted: %s", path, describe(error))
 
@@ -233,9 +234,7 @@ class _Staging(concurrent.futures.Future[None]):
 
     def result(self, timeout: float | None = None) -> None:
         """Speeds the copies up, and waits. ``timeout`` has no effect: ``Options.timeout_s`` has."""
-        run_sync(
-            taking.await_staged(self._save), name="CheckpointManager.maybe_wait_for_staging"
-        )
+        run_sync(taking.await_staged(self._save), name="CheckpointManager.maybe_wait_for_staging")
 
 
 def save(state_dict: dict[str, Any], *, checkpoint_id: str) -> None:
@@ -250,7 +249,8 @@ def async_save(
     if async_stager is None:
         return dcp.async_save(state_dict, storage_writer=writer)
     saving, outcome = begin_save(writer, state_dict, trained=async_stager.trained)
-    return AsyncSaveResponse(staging_completion=_Staging(saving), upload_completion=outcome)
+    response: Any = AsyncSaveResponse
+    return response(staging_completion=_Staging(saving), upload_completion=outcome)
 
 
 def load(state_dict: dict[str, Any], *, checkpoint_id: str) -> None:

@@ -24,7 +24,8 @@ import torchtitan.components.checkpointer.dcp
 import torchtitan.experiments.torchft.checkpoint
 
 from actorsnap import StateDict
-from actorsnap.interop import torchft, torchtitan as ours
+from actorsnap.interop import torchft
+from actorsnap.interop import torchtitan as ours
 from actorsnap.sync import Snapshot
 
 _dcp: Any = torch.distributed.checkpoint
