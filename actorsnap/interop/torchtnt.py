@@ -17,8 +17,8 @@ try:
     from torchtnt.framework.callbacks import torchsnapshot_saver as _saver
 except ImportError as error:
     raise ImportError(
-        "actorsnap.interop.torchtnt needs TorchTNT 0.2.4, and setuptools with pkg_resources: "
-        "pip install 'actorsnap[torchtnt]'"
+        "actorsnap.interop.torchtnt needs TorchTNT 0.2.4, which imports pkg_resources: "
+        "pip install 'actorsnap[torchtnt]' 'setuptools<81'"
     ) from error
 
 __all__ = ["TorchSnapshotSaver"]
