@@ -639,6 +639,10 @@ def _title(summary: tracefile.Summary) -> str:
     if summary.moving_s:
         share = summary.overlapping_s / summary.moving_s
         text += f", {share:.0%} of {summary.moving_s:.3f} s with bytes overlap"
+    if about.memory_peak_bytes:
+        grown = about.memory_peak_bytes - about.memory_begin_bytes
+        text += f", memory up to {output.size_text(about.memory_peak_bytes)}"
+        text += f" ({output.size_text(grown)} more than before)"
     if about.retries:
         text += f", {output.count_of(about.retries, 'retry', 'retries')}"
     if about.dropped:

@@ -183,6 +183,7 @@ class FetcherPool:
                 yield views
                 nbytes = sum(map(len, views))
                 row.note(Work.READ, read.key, at, nbytes)
+                row.look()
                 if self.verify:
                     _verify_all(batch)
                     row.note(Work.VERIFY, read.key, at, nbytes)

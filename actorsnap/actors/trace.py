@@ -146,7 +146,7 @@ def is_wait(kind: str) -> bool:
     return kind.startswith("wait ")
 
 
-_MAX_SPANS = 20_000
+MAX_SPANS = 20_000
 """Spans of a row: some megabytes of memory. Totals continue beyond it."""
 
 _MIN_WAIT_NS = 20_000
@@ -209,9 +209,12 @@ class Row:
     one task, or a thread working for it, at a time.
     """
 
-    def __init__(self, name: str, clock: Callable[[], int]) -> None:
+    def __init__(
+        self, name: str, clock: Callable[[], int], on_work: Callable[[int], None] | None = None
+    ) -> None:
         self.record = RowRecord(name)
         self._clock = clock
+        self._on_work = on_work
         self._since_ns = clock()
 
     def restart(self) -> None:
@@ -232,10 +235,15 @@ class Row:
         totals.end_ns = end_ns
         if isinstance(kind, Wait) and end_ns - begin_ns < _MIN_WAIT_NS:
             return
-        if len(record.spans) < _MAX_SPANS:
+        if len(record.spans) < MAX_SPANS:
             record.spans.append(Span(kind, begin_ns, end_ns, key, offset, nbytes))
         else:
             record.num_dropped += 1
+
+    def look(self) -> None:
+        """Calls ``on_work``. On worker threads only."""
+        if self._on_work is not None:
+            self._on_work(self._since_ns)
 
     def around(
         self, fn: Callable[P, T], kind: Kind, key: str, offset: int, nbytes: int
@@ -244,8 +252,10 @@ class Row:
 
         def noted(*args: P.args, **kwargs: P.kwargs) -> T:
             self.note(Wait.THREAD)
+            self.look()
             result = fn(*args, **kwargs)
             self.note(kind, key, offset, nbytes)
+            self.look()
             return result
 
         return noted
@@ -256,21 +266,25 @@ class Recorder:
 
     Args:
         clock: Returns nanoseconds; the same for all processes of a machine.
+        on_work: Called with the time before and after each call on a worker thread, there.
     """
 
-    def __init__(self, clock: Callable[[], int]) -> None:
+    def __init__(
+        self, clock: Callable[[], int], on_work: Callable[[int], None] | None = None
+    ) -> None:
         self.begin_ns = clock()
         self.rows: list[RowRecord] = []
         self.marks: list[Mark] = []
         self.samples: list[Sample] = []
         self._clock = clock
+        self._on_work = on_work
         self._idle: dict[str, list[Row]] = {}
         self._num: dict[str, int] = {}
 
     def add_row(self, actor: str) -> Row:
         number = self._num.get(actor, 0)
         self._num[actor] = number + 1
-        row = Row(f"{actor} {number}", self._clock)
+        row = Row(f"{actor} {number}", self._clock, self._on_work)
         self.rows.append(row.record)
         return row
 
@@ -305,12 +319,12 @@ class Recorder:
 
     def mark(self, name: str, **details: str | int | float) -> None:
         """Records an event; on any thread."""
-        if len(self.marks) < _MAX_SPANS:
+        if len(self.marks) < MAX_SPANS:
             self.marks.append(Mark(self._clock(), name, details))
 
     def sample(self, name: str, measure: Callable[[], int]) -> None:
         """Records a quantity; on any thread."""
-        if len(self.samples) < _MAX_SPANS:
+        if len(self.samples) < MAX_SPANS:
             self.samples.append(Sample(self._clock(), name, measure()))
 
 

@@ -88,7 +88,11 @@ class ServedSave:
             host,
             _request_of(frame),
             membership=membership,
-            observation=Observation("save", [self._keep_record] if frame.is_recorded else ()),
+            observation=Observation(
+                "save",
+                [self._keep_record] if frame.is_recorded else (),
+                process="of the uploader process",
+            ),
             turn=self._turn,
         )
         current = list(values)

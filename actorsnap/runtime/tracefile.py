@@ -49,6 +49,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
         error: Class and text.
         begin_us, end_us: Since the epoch.
         retries: Repeated storage requests.
+        memory_begin_bytes, memory_peak_bytes: Resident memory of the caller's process: before the
+            first work on bytes, and the most that was seen until the end. 0: unknown.
         dropped: Spans beyond the limit, counted in ``actors`` only.
         actors: In row order.
     """
@@ -64,6 +66,8 @@ class About(msgspec.Struct, frozen=True, kw_only=True):
     begin_us: Int
     end_us: Int
     retries: Int = 0
+    memory_begin_bytes: Int = 0
+    memory_peak_bytes: Int = 0
     dropped: Int = 0
     actors: tuple[ActorTotals, ...] = ()
 

@@ -17,11 +17,21 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import anyio
+import msgspec
 
-from actorsnap.actors.trace import NULL_RECORDER, Record, Recorder, Totals, is_wait
+from actorsnap.actors.trace import (
+    MAX_SPANS,
+    NULL_RECORDER,
+    Record,
+    Recorder,
+    Sample,
+    Totals,
+    is_wait,
+)
 from actorsnap.errors import StorageError, UsageError, printable
 from actorsnap.log import Log
 from actorsnap.options import Options
@@ -71,6 +81,7 @@ class Observation:
     Args:
         op: ``save`` or ``restore``.
         sinks: Without any, nothing is recorded.
+        process: Whose memory is measured, as the trace names it.
 
     Attributes:
         recorder: For the call's actors.
@@ -78,9 +89,14 @@ class Observation:
         attempt: Written or read, once known.
     """
 
-    def __init__(self, op: str, sinks: Sequence[Sink] = ()) -> None:
+    def __init__(self, op: str, sinks: Sequence[Sink] = (), process: str = "") -> None:
         self.is_watched = bool(sinks)
-        self.recorder = Recorder(time.monotonic_ns) if sinks else NULL_RECORDER
+        self.recorder = NULL_RECORDER
+        self._memory: _MemoryWatch | None = None
+        if sinks:
+            self._memory = _MemoryWatch(f"resident bytes {process}".strip())
+            self.recorder = Recorder(time.monotonic_ns, self._memory.look)
+            self._memory.samples = self.recorder.samples
         self.caller = self.recorder.add_row("caller")
         self.attempt = ""
         self._epoch_ns = time.time_ns() - time.monotonic_ns()
@@ -121,7 +137,7 @@ class Observation:
             url, rank, world_size, outcome, error: See ``About``.
         Cancellation: ignored.
         """
-        if not self.is_watched:
+        if self._memory is None:
             return
         about = About(
             op=self._op,
@@ -140,6 +156,13 @@ class Observation:
             await wait_done(call.future)
 
     def _hand_over(self, about: About) -> None:
+        assert self._memory is not None
+        self._memory.measure(time.monotonic_ns())
+        about = msgspec.structs.replace(
+            about,
+            memory_begin_bytes=self._memory.begin_bytes,
+            memory_peak_bytes=self._memory.peak_bytes,
+        )
         for sink in self._sinks:
             try:
                 sink(self.recorder, about, self._epoch_ns)
@@ -147,6 +170,43 @@ class Observation:
                 logger.warning("%s: what was recorded of it is lost", about.url, exc_info=True)
         # Handles of the call and its storage may reference it for long.
         self.recorder.clear()
+
+
+class _MemoryWatch:
+    """Measures the resident memory of this process while a call works.
+
+    On worker threads before and after their work, when the memory that it needed is still in use;
+    not by a thread or timer of its own, which would have to be stopped however a call ends.
+    """
+
+    _INTERVAL_NS = 5_000_000
+    """Shortest time between two looks: one takes 10 µs."""
+
+    def __init__(self, name: str) -> None:
+        self.samples: list[Sample] = []
+        self._name = name
+        self._looked_ns = 0
+        self.begin_bytes = self.peak_bytes = 0
+
+    def look(self, now_ns: int) -> None:
+        """Measures, unless it has just done so. Blocks for some microseconds."""
+        if now_ns - self._looked_ns >= self._INTERVAL_NS:
+            self.measure(now_ns)
+
+    def measure(self, now_ns: int) -> None:
+        self._looked_ns = now_ns
+        nbytes = _resident_bytes()
+        self.begin_bytes = self.begin_bytes or nbytes
+        self.peak_bytes = max(self.peak_bytes, nbytes)
+        if len(self.samples) < MAX_SPANS:
+            self.samples.append(Sample(now_ns, self._name, nbytes))
+
+
+def _resident_bytes() -> int:
+    """Returns 0 if the system does not tell."""
+    with suppress(OSError):
+        return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return 0
 
 
 def _working_folder() -> str:
@@ -232,6 +292,8 @@ class _Telemetry:
                 f"{_NAME}.attempt": about.attempt,
                 f"{_NAME}.rank": about.rank,
                 f"{_NAME}.world_size": about.world_size,
+                f"{_NAME}.memory_begin_bytes": about.memory_begin_bytes,
+                f"{_NAME}.memory_peak_bytes": about.memory_peak_bytes,
             },
         )
         inside = trace.set_span_in_context(span, self._parent)

@@ -329,6 +329,26 @@ def test_a_restore_shows_what_was_read_and_verified(
     assert did == ["index", "compare", "agree", "wait for the reads", "load"]
 
 
+@pytest.mark.parametrize("offload", ["thread", "process"])
+def test_memory_of_a_call_is_measured(tmp_path: Path, offload: str) -> None:
+    trace = tmp_path / "{op}.json"
+    SYNC.Snapshot.async_take(
+        tmp_path / "snap", state(64), options=options(trace, offload=offload)
+    ).wait()
+    found = StateDict()
+    SYNC.Snapshot(tmp_path / "snap", options=options(trace)).restore({"model": found})
+    events = events_of(tmp_path / "restore.json")
+    measured = [event["args"] for event in events if event["name"] == "resident bytes"]
+    described = about(tmp_path / "restore.json")
+    peak = max(args["resident bytes"] for args in measured)
+    assert described["memory_peak_bytes"] == max(peak, described["memory_begin_bytes"])
+    assert peak - described["memory_begin_bytes"] > 60 * MIB  # of fresh tensors
+    assert found.data
+    names = {event["name"] for event in events_of(tmp_path / "save.json") if event["ph"] == "C"}
+    of_uploader = "resident bytes of the uploader process"
+    assert (of_uploader in names, "resident bytes" in names) == (offload == "process", True)
+
+
 def test_what_cannot_be_read_in_place_is_placed(tmp_path: Path) -> None:
     trace, snap = tmp_path / "restore.json", tmp_path / "snap"
     w = torch.arange(MIB).view(1024, 1024)

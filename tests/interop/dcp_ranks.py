@@ -16,13 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint
+import torch.distributed.checkpoint.state_dict as state_dicts
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from actorsnap import ModelState, Options
+from actorsnap import ModelState, Options, StateDict
 from actorsnap.interop import dcp as ours
 from actorsnap.interop.dcp import ActorsnapReader, ActorsnapWriter, installed
 from actorsnap.runtime import partial_index
@@ -31,6 +32,7 @@ from actorsnap.sync import Snapshot
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 from tests.ranks.models import STATES, step
+from tests.ranks.restores import Watch
 from tests.worlds import LIMIT_S, Rank, World
 
 __all__ = ["direct", "direct_dies"]
@@ -352,6 +354,131 @@ class Counted:
             setattr(dist, name, function)
 
 
+def state_dict_options(me: Rank, path: str, folder: str) -> Any:
+    """Round trips of torch's state dicts, with each of their options, through take and restore."""
+    names = state_dicts
+    cases: dict[str, dict[str, Any]] = {
+        "default": {},
+        "cpu_offload": {"cpu_offload": True},
+        "full_state_dict": {"full_state_dict": True},
+        "on rank 0": {"full_state_dict": True, "cpu_offload": True},
+        "flatten_optimizer_state_dict": {"flatten_optimizer_state_dict": True},
+        "ignore_frozen_params": {"ignore_frozen_params": True},
+    }  # flat and full at once: torch 2.13 raises a KeyError for its own state dict
+    found = {}
+    for case, given in cases.items():
+        options = names.StateDictOptions(**given)
+        (saved, trained), (model, optimizer) = _parts("fsdp2"), _parts("fsdp2")
+        expected = plain(_state_dict(saved, trained))
+        is_partial = "ignore_frozen_params" in given
+        for one in (saved, model):
+            one[0].weight.requires_grad_(not is_partial)
+        step(model, optimizer, 5)
+        assert not same(plain(_state_dict(model, optimizer)), expected)
+        state = StateDict(
+            zip(
+                ("model", "optim"),
+                names.get_state_dict(saved, trained, options=options),
+                strict=True,
+            )
+        )
+        where = f"{path}-{case}"
+        replicated = [] if case == "on rank 0" else ["**"]
+        Snapshot.take(where, {"train": state}, replicated=replicated, options=OPTIONS)
+        target = StateDict(
+            zip(
+                ("model", "optim"),
+                names.get_state_dict(model, optimizer, options=options),
+                strict=True,
+            )
+        )
+        Snapshot(where, options=OPTIONS).restore({"train": target})
+        if case == "on rank 0":
+            given |= {"broadcast_from_rank0": True}
+            # The others were given nothing to save, and need nothing.
+            assert me.rank == 0 or target.data == {"model": {}, "optim": {}}
+        # Not set_state_dict: it takes a rank without a state dict out of the broadcast.
+        options = names.StateDictOptions(**given, strict=not is_partial)
+        names.set_model_state_dict(model, target["model"], options=options)
+        names.set_optimizer_state_dict(model, optimizer, target["optim"], options=options)
+        now = plain(_state_dict(model, optimizer))
+        if is_partial:  # torch does not load the frozen parameter, nor its optimizer's state
+            assert "0.weight" not in target["model"]
+            for each in (now, expected):
+                del each["model"]["0.weight"]
+                each["optim"]["state"].pop("0.weight", None)
+        found[case] = same(now, expected)
+    return found
+
+
+def submodules(me: Rank, path: str, folder: str) -> Any:
+    """Parts of a model, with and without the prefixes of their names."""
+    names = state_dicts
+    saved, _ = _parts("fsdp2")
+    expected = plain(names.get_model_state_dict(saved))
+    found = {}
+    for keep in (True, False):
+        options = names.StateDictOptions(keep_submodule_prefixes=keep, strict=False)
+        model, optimizer = _parts("fsdp2")
+        step(model, optimizer, 5)
+
+        def part(of: Any, options: Any = options) -> dict[str, Any]:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)  # both are deprecated
+                return dict(names.get_model_state_dict(of, submodules={of[1]}, options=options))
+
+        where = f"{path}-{keep}"
+        Snapshot.take(where, {"part": StateDict(part(saved))}, options=OPTIONS)
+        target = StateDict(part(model))
+        assert ("1.up.weight" in target) == keep
+        Snapshot(where, options=OPTIONS).restore({"part": target})
+        if keep:
+            names.set_model_state_dict(model, target.data, options=options)
+        else:
+            names.set_model_state_dict(
+                model, {f"1.{name}": value for name, value in target.items()}, options=options
+            )
+        now = plain(names.get_model_state_dict(model))
+        found[str(keep)] = [name for name in expected if same(now[name], expected[name])]
+    return found
+
+
+def torch_file(me: Rank, path: str, folder: str) -> Any:
+    """All ranks load one file of ``torch.save``, which has more than they knew of."""
+    model, optimizer = _parts("fsdp2")
+    before = plain(_state_dict(model, optimizer))
+    file = f"{path}.pt"
+    if me.rank == 0:
+        # A table that has grown, which only the program knows how to fit in.
+        torch.save({**before, "table": {"rows": torch.arange(1 << 20)}}, file)
+    dist.barrier()
+    step(model, optimizer, 5)
+    watch = Watch()
+    state = _state_dict(model, optimizer)
+    table = StateDict()
+    target = {
+        "model": StateDict(state["model"]),
+        "optim": StateDict(state["optim"]),
+        "table": table,
+    }
+    options = Options(read_mode="shared", timeout_s=60, chunk_bytes=2 << 20)
+    with faulty(watch):
+        report = Snapshot(faulty_url(file), options=options).restore(target)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=target["model"].data,
+        optim_state_dict=target["optim"].data,
+    )
+    assert same(plain(_state_dict(model, optimizer)), {**before, "step": 7})
+    assert torch.equal(table["rows"], torch.arange(1 << 20))
+    return {
+        "bytes_read": watch.bytes_read,
+        "nbytes": report.nbytes,
+        "size": Path(file).stat().st_size,
+    }
+
+
 def asynchronous(me: Rank, path: str, folder: str, how: str) -> Any:
     """torch's ``async_save`` in a thread or a process, with and without our classes named."""
     mesh = init_device_mesh("cpu", (me.world,))
@@ -642,7 +769,7 @@ CASES: dict[str, Callable[..., Any]] = {
     for each in (
         *(train, load, groups, alone, cached, reshard, fault, read_fault),
         *(native, asynchronous, mixed, fails, many_save, many_load, cached_fault),
-        torchs,
+        *(torchs, state_dict_options, submodules, torch_file),
         restore,
     )
 }

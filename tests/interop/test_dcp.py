@@ -8,13 +8,14 @@ import enum
 import gc
 import importlib
 import io
+import logging
 import pickle
 import sys
 from collections import deque
 from datetime import date
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import anyio.lowlevel
 import numpy as np
@@ -599,3 +600,40 @@ def test_installing_leaves_torchs_other_writers_alone(monkeypatch: pytest.Monkey
     with installed():
         module = importlib.import_module(name)
         assert not issubclass(module.FsspecReader, ActorsnapReader)
+
+
+def test_dcps_logger_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once per call, whoever makes it."""
+    (name,) = [n for n in logging.root.manager.loggerDict if n.endswith("-dcp_logger")]
+    caplog.set_level(logging.DEBUG, name)
+    events: list[Any] = []
+
+    def keep(record: logging.LogRecord) -> None:
+        if record.name == name:
+            events.append(dict(cast(Any, record.msg)))
+
+    # torch logs one dict twice, and changes it in between.
+    monkeypatch.setattr(caplog.handler, "emit", keep)
+    state = {"a": {"x": torch.ones(3)}}
+    path = str(tmp_path / "s")
+    ours.save(state, checkpoint_id=path)
+    ours.async_save(state, checkpoint_id=path).result()
+    ours.load(state, checkpoint_id=path)
+    ours.save(state, checkpoint_id=path, planner=DefaultSavePlanner(flatten_state_dict=False))
+    with pytest.raises(CheckpointException):
+        ours.load(state, checkpoint_id=path + "-none")
+    calls = [
+        (event["func_name"], event["event"], event["checkpoint_id"].removeprefix(path))
+        for event in events
+        if event["func_name"] in ("save", "async_save", "load")
+    ]
+    assert calls == [
+        *(("save", "start", ""), ("save", "end", "")),
+        *(("async_save", "start", ""), ("async_save", "end", "")),
+        *(("load", "start", ""), ("load", "end", "")),
+        *(("save", "start", ""), ("save", "end", "")),
+        *(("load", "start", "-none"), ("load", "exception", "-none")),
+    ]
+    assert all(event["times_spent"] > 0 for event in events if event["event"] == "end")

@@ -232,3 +232,26 @@ def test_a_failed_load_fails_on_all_ranks(
 ) -> None:
     said = ranks(2, "read_fault", hook=hook, rank=1)
     assert said == [{"failed": failed, "kinds": kinds}] * 2
+
+
+def test_torchs_state_dicts_with_each_option(ranks: Ranks) -> None:
+    cases = ranks(2, "state_dict_options")
+    assert len(cases[0]) == 6
+    assert all(all(case.values()) for case in cases), cases
+
+
+def test_parts_of_a_model(ranks: Ranks) -> None:
+    found = ranks(2, "submodules")
+    part = [f"1.{name}" for name in ("up.weight", "down.weight", "down.bias", "norm.weight")]
+    for of_rank in found:
+        assert of_rank["True"] == of_rank["False"]
+        assert set(part) <= set(of_rank["True"])
+        assert "3.weight" not in of_rank["True"]
+
+
+def test_ranks_that_load_one_torch_file_read_it_once(ranks: Ranks) -> None:
+    """torch has BroadcastingTorchSaveReader and DynamicMetaLoadPlanner for that."""
+    found = ranks(2, "torch_file")
+    table = 8 << 20
+    assert all(one["nbytes"] > table for one in found)
+    assert sum(one["bytes_read"] for one in found) < 1.1 * found[0]["size"]

@@ -140,7 +140,7 @@ def test_what_is_no_file_is_not_replaced(tmp_path: Path) -> None:
 
 
 def test_beyond_the_bound_spans_are_counted_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("actorsnap.actors.trace._MAX_SPANS", 2)
+    monkeypatch.setattr("actorsnap.actors.trace.MAX_SPANS", 2)
     row = Recorder(Clock()).add_row("uploader")
     for _ in range(5):
         row.note(Work.STORE, "a", 0, 10)

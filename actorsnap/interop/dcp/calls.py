@@ -14,6 +14,7 @@ import contextlib
 import inspect
 import io
 import os
+import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ import msgspec
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.logger import _dcp_logger, _get_msg_dict
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 
@@ -37,6 +39,7 @@ from actorsnap.interop.dcp.writer import (
     write_marker,
 )
 from actorsnap.interop.formats.dcp_metadata import BYTES_IO
+from actorsnap.options import Options
 from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.messages import CallKind, Label
@@ -45,6 +48,7 @@ from actorsnap.runtime import taking
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import resolve_options
 from actorsnap.runtime.rounds import Rounds, call_together
+from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import drive_sync
 from actorsnap.runtime.shared_reads import RestoreReads
 from actorsnap.runtime.source import Source, begins_anew
@@ -102,7 +106,8 @@ def save(
         return metadata
     writer.reset(checkpoint_id)
     call = _take_call(writer, state_dict, process_group, no_dist=no_dist)
-    with _raising_as_dcp("save", call.group), telling_overwrite(writer.overwrite):
+    raising = _raising_as_dcp("save", call.group)
+    with _telling_logger("save", call.path), raising, telling_overwrite(writer.overwrite):
         saved = drive_sync(taking.take(call, is_async=False))
     if writer.marker and saved.rank == 0:
         drive_sync(writer.mark())
@@ -151,11 +156,41 @@ def async_save(
             use_collectives=use_collectives,
         )
     writer.reset(checkpoint_id)
-    call = _take_call(writer, state_dict, process_group, no_dist=no_dist)
     if async_checkpointer_type is AsyncCheckpointerType.PROCESS:
-        options = msgspec.structs.replace(resolve_options(call.options), offload="process")
+        options = msgspec.structs.replace(resolve_options(writer.options), offload="process")
+        return begin_save(writer, state_dict, process_group, no_dist=no_dist, options=options)[1]
+    return begin_save(writer, state_dict, process_group, no_dist=no_dist)[1]
+
+
+def begin_save(
+    writer: ActorsnapWriter,
+    state_dict: Mapping[str, Any],
+    process_group: Any = None,
+    *,
+    no_dist: bool = False,
+    options: Options | None = None,
+    trained: Mapping[str, Any] | None = None,
+) -> tuple[Save, concurrent.futures.Future[Metadata]]:
+    """Begins an ``async_save`` that DCP does not plan.
+
+    Args:
+        options: Instead of the writer's.
+        trained: Modules and optimizers by any name. Their leaves are staged lazily: wait for
+            ``taking.await_staged`` before an optimizer steps.
+
+    Returns:
+        The save, and its outcome as callers of DCP get it.
+
+    Raises:
+        CheckpointException, Exception: See ``save``.
+    """
+    call = _take_call(writer, state_dict, process_group, no_dist=no_dist)
+    if options is not None:
         call = replace(call, options=options)
-    with _raising_as_dcp("save", call.group), telling_overwrite(writer.overwrite):
+    if trained is not None:
+        call = replace(call, stage="lazy", app_state=trained)
+    raising = _raising_as_dcp("save", call.group)
+    with _telling_logger("async_save", call.path), raising, telling_overwrite(writer.overwrite):
         saving = drive_sync(taking.take(call, is_async=True))
     result: concurrent.futures.Future[Metadata] = concurrent.futures.Future()
 
@@ -174,7 +209,7 @@ def async_save(
         finished.add_done_callback(settle)
 
     saving.finished.add_done_callback(mark)
-    return result
+    return saving, result
 
 
 @_takes_storage_second
@@ -213,7 +248,7 @@ def load(
         return
     reader.reset(checkpoint_id)
     group = _group(process_group, no_dist=no_dist)
-    with _raising_as_dcp("load", group):
+    with _telling_logger("load", reader.path), _raising_as_dcp("load", group):
         loaded = drive_sync(_load(reader.source(), state_dict, group, reader.rank))
     for key in sorted(state_dict):
         if isinstance(state_dict[key], Stateful):
@@ -242,6 +277,23 @@ def _is_default(planner: Any, default: Any) -> bool:
     # torch's function also knows the options of later versions.
     names = inspect.signature(type(default)).parameters.keys() - _NO_EFFECT
     return all(getattr(planner, name, None) == getattr(default, name, None) for name in names)
+
+
+@contextlib.contextmanager
+def _telling_logger(name: str, path: Any) -> Iterator[None]:
+    """Logs a call as torch's function would, for handlers of DCP's logger (``dcp_logger``)."""
+    began_ns = time.time_ns()
+    message = {**_get_msg_dict(name, checkpoint_id=path), "log_exceptions": True}
+    _dcp_logger.debug({**message, "event": "start", "time": began_ns})
+    try:
+        yield
+    except BaseException as error:
+        failed = {"event": "exception", "error": str(error), "time": time.time_ns()}
+        _dcp_logger.error({**message, **failed})
+        raise
+    now_ns = time.time_ns()
+    ended = {"event": "end", "time": now_ns, "times_spent": now_ns - began_ns}
+    _dcp_logger.debug({**message, **ended})
 
 
 @contextlib.contextmanager

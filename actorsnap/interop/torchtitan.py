@@ -1,0 +1,302 @@
+"""torchtitan's checkpoint manager, over snapshots. See ``docs/frameworks.md``.
+
+    from actorsnap.interop.torchtitan import CheckpointManager
+
+    config.checkpoint = CheckpointManager.Config(enable=True, interval=500)
+
+torchtitan's manager keeps its policies: when to save, what the first and the last save have, what
+an initial load may bring. Replaced is what it does with files: saving, loading, finding the latest
+step, deleting. Written for torchtitan 0.3.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import copy
+import logging
+import re
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
+
+from actorsnap.errors import ActorSnapError, NotASnapshot, NoValidSnapshot, UsageError, describe
+from actorsnap.interop import dcp
+from actorsnap.interop.dcp.calls import begin_save
+from actorsnap.interop.dcp.writer import ActorsnapWriter
+from actorsnap.protocol.messages import CallKind, Label
+from actorsnap.runtime import taking, verify
+from actorsnap.runtime.host import Script
+from actorsnap.runtime.location import make_location, resolve_options
+from actorsnap.runtime.roots import is_damage
+from actorsnap.runtime.rounds import announce
+from actorsnap.runtime.save import Save
+from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
+from actorsnap.runtime.team import find_team
+from actorsnap.sync import Snapshot
+
+try:
+    from torchtitan.components.checkpointer.base import MODEL
+    from torchtitan.components.checkpointer.dcp import AsyncMode
+    from torchtitan.components.checkpointer.dcp import CheckpointManager as _DcpManager
+    from torchtitan.tools import filesystem
+    from torchtitan.tools.utils import GarbageCollection
+except ImportError as error:
+    raise ImportError(
+        "actorsnap.interop.torchtitan needs torchtitan 0.3 or newer: "
+        "pip install 'actorsnap[torchtitan]'"
+    ) from error
+
+__all__ = ["CheckpointManager"]
+
+logger = logging.getLogger(__name__)
+
+_STEP_FOLDER = re.compile(r"step-(\d+)")
+
+
+class OverSnapshots:
+    """What a manager of torchtitan does with files. Derive from this first, then from the manager.
+
+    Args:
+        config, kwargs: Those of torchtitan's manager.
+    """
+
+    enable: bool
+    folder: str
+    keep_latest_k: int
+    save_future: Any
+    sd_adapter: Any
+    stager: Any
+    states: dict[str, Any]
+
+    def __init__(self, config: Any, **kwargs: Any) -> None:
+        # Without torchtitan's thread, which deletes whole folders by their names alone.
+        manager: Any = super()
+        without = copy.copy(config)
+        without.keep_latest_k = 0
+        manager.__init__(without, **kwargs)
+        if not self.enable:
+            return
+        self.keep_latest_k = config.keep_latest_k
+        self._whole: set[str] = set()
+        self._deleting = concurrent.futures.ThreadPoolExecutor(1, "actorsnap-torchtitan")
+        if AsyncMode(config.async_mode) is AsyncMode.ASYNC_WITH_PINNED_MEM:
+            self.stager = LazyStager(kwargs["model_parts"], kwargs["optimizers"])
+
+    def __del__(self) -> None:
+        """Not torchtitan's, which closes: a collected manager must not wait for a save."""
+
+    def _close(self) -> None:
+        """Waits for the save in flight, and for deletions."""
+        if self.save_future is not None:
+            try:
+                self._wait_for_saving()  # type: ignore[attr-defined]
+                self._purge_stale_checkpoints()
+            except CheckpointException as error:
+                # Raised, it would hide the exception for which the trainer closes.
+                logger.error("%s: the last save failed: %s", self.folder, error)
+        self._deleting.shutdown()
+
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: Any,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """Saves a snapshot. A model for Hugging Face (``to_hf``) is written by torchtitan.
+
+        Returns:
+            What torchtitan's manager returns: None, a future, or an ``AsyncSaveResponse``.
+        """
+        if to_hf:
+            manager: Any = super()
+            return manager.dcp_save(
+                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+            )
+        self._whole.discard(checkpoint_id)
+        result: Any = None
+        if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
+            result = async_save(state_dict, checkpoint_id=checkpoint_id, async_stager=self.stager)
+        elif async_mode == AsyncMode.ASYNC:
+            result = async_save(state_dict, checkpoint_id=checkpoint_id)
+        else:
+            save(state_dict, checkpoint_id=checkpoint_id)
+        if enable_garbage_collection:
+            GarbageCollection.collect("GC collection invoked by checkpointer.")
+        return result
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Loads a snapshot, a DCP folder or a Hugging Face repo, in place.
+
+        Quantized repos are read by torchtitan, which knows how to convert them.
+        """
+        if from_quantized:
+            manager: Any = super()
+            manager.dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        if from_hf:
+            if self.sd_adapter is None:
+                raise UsageError(
+                    f"{checkpoint_id}: the model has no state_dict_adapter, so its names in "
+                    "Hugging Face's format are unknown"
+                )
+            named = self.sd_adapter.to_hf(state_dict)
+            load({MODEL: named}, checkpoint_id=checkpoint_id)
+            state_dict = self.sd_adapter.from_hf(named)
+        else:
+            load(state_dict, checkpoint_id=checkpoint_id)
+        if MODEL in self.states:
+            self.states[MODEL].load_state_dict(state_dict)
+
+    def _find_load_step(self, folder: str = "") -> int:
+        """Returns the greatest step whose snapshot is whole, on all ranks alike; -1 if none is.
+
+        Raises:
+            NoValidSnapshot: There are snapshots, but all are damaged.
+        """
+        folder = folder or self.folder
+        label = Label(CallKind.RESTORE_LATEST, make_location(folder, None).canonical)
+        found: int = run_sync(
+            announce(find_team(None, None), label, resolve_options(None), lambda: _latest(folder)),
+            name="CheckpointManager.load",
+        )
+        return found
+
+    def _purge_stale_checkpoints(self) -> None:
+        """Deletes, in the background, what is older than the ``keep_latest_k`` newest whole ones.
+
+        A save in flight does not count. Only snapshots are deleted, the commit object first.
+        """
+        if self._should_purge():  # type: ignore[attr-defined]
+            self._deleting.submit(self._purge)
+
+    def _purge(self) -> None:
+        num_kept = 0
+        for _, path in _step_folders(self.folder):
+            try:
+                if num_kept == self.keep_latest_k:
+                    Snapshot(path).delete()
+                    logger.info("deleted %s", path)
+                elif path in self._whole or Snapshot(path).verify().ok:
+                    self._whole.add(path)
+                    num_kept += 1
+                else:
+                    logger.warning("%s is damaged, and does not count as one of the latest", path)
+            except NotASnapshot:
+                continue  # in flight, left behind by a job that ended, or another program's
+            except Exception as error:
+                logger.warning("%s: not looked at, or not deleted: %s", path, describe(error))
+
+
+class CheckpointManager(OverSnapshots, _DcpManager):  # type: ignore[misc]
+    """Saves and loads snapshots where torchtitan's manager has DCP checkpoints."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(_DcpManager.Config):  # type: ignore[misc]
+        """torchtitan's options. Those of actorsnap are ``ACTORSNAP_*`` variables."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "disabled"
+        """``save`` returns when the snapshot is committed ("disabled"), when the state is copied
+        ("async"), or at once ("async_with_pinned_mem"): then parameters and optimizer states are
+        copied until ``maybe_wait_for_staging``, which the trainer calls before its next step."""
+
+
+class LazyStager:
+    """Names what a lazy save leaves in place: parameters, and states of optimizers."""
+
+    def __init__(self, model_parts: list[torch.nn.Module], optimizers: Any) -> None:
+        each = getattr(optimizers, "optimizers", ())
+        self.trained: dict[str, Any] = {
+            **{f"model {number}": part for number, part in enumerate(model_parts)},
+            **{f"optimizer {number}": one for number, one in enumerate(each)},
+        }
+
+    def close(self) -> None:
+        """torchtitan closes its stager."""
+
+
+class _Staging(concurrent.futures.Future[None]):
+    """Ends when the optimizers may step."""
+
+    def __init__(self, save: Save) -> None:
+        super().__init__()
+        self._save = save
+
+    def done(self) -> bool:
+        return self._save.staged.done()
+
+    def result(self, timeout: float | None = None) -> None:
+        """Speeds the copies up, and waits. ``timeout`` has no effect: ``Options.timeout_s`` has."""
+        run_sync(taking.await_staged(self._save), name="CheckpointManager.maybe_wait_for_staging")
+
+
+def save(state_dict: dict[str, Any], *, checkpoint_id: str) -> None:
+    dcp.save(state_dict, storage_writer=_writer(checkpoint_id))
+
+
+def async_save(
+    state_dict: dict[str, Any], *, checkpoint_id: str, async_stager: LazyStager | None = None
+) -> Any:
+    """Returns a future, or an ``AsyncSaveResponse`` with a stager."""
+    writer = _writer(checkpoint_id)
+    if async_stager is None:
+        return dcp.async_save(state_dict, storage_writer=writer)
+    saving, outcome = begin_save(writer, state_dict, trained=async_stager.trained)
+    response: Any = AsyncSaveResponse
+    return response(staging_completion=_Staging(saving), upload_completion=outcome)
+
+
+def load(state_dict: dict[str, Any], *, checkpoint_id: str) -> None:
+    dcp.load(state_dict, checkpoint_id=checkpoint_id)
+
+
+def _writer(path: str) -> ActorsnapWriter:
+    found = _STEP_FOLDER.search(path.rpartition("/")[2])
+    return ActorsnapWriter(path, step=None if found is None else int(found[1]))
+
+
+def _step_folders(folder: str) -> list[tuple[int, str]]:
+    """Returns steps and paths, the greatest step first."""
+    if not filesystem.isdir(folder):
+        return []
+    named = [(_STEP_FOLDER.search(name), name) for name in filesystem.listdir(folder)]
+    found = [(int(match[1]), filesystem.join(folder, name)) for match, name in named if match]
+    return sorted(found, reverse=True)
+
+
+def _latest(folder: str) -> Script[int]:
+    skipped: list[tuple[str, str]] = []
+    for step, path in _step_folders(folder):
+        problems = yield from _problems(path)
+        if problems is None:
+            continue
+        if not problems:
+            for url, why in skipped:
+                logger.warning("step %d is loaded, because %s is damaged: %s", step, url, why)
+            return step
+        skipped.append((path, "; ".join(map(describe, problems))))
+    if skipped:
+        error = NoValidSnapshot(url=folder, skipped=skipped)
+        error.add_note("to start from nothing, choose another checkpoint.folder")
+        raise error
+    return -1
+
+
+def _problems(path: str) -> Script[list[ActorSnapError] | None]:
+    """Returns what is wrong with a snapshot; None if it was never committed."""
+    source = Source(make_location(path, None), resolve_options(None))
+    try:
+        return [*(yield from verify.verify(source, level="quick")).problems]
+    except NotASnapshot:
+        return None
+    except ActorSnapError as error:
+        if not is_damage(error):
+            raise
+        return [error]
