@@ -209,6 +209,11 @@ class _Describer:
         else:
             value, ghosts = self._unpickle(content, name)
             _check_tensor(value, box, name)
+            if value.is_conj() or value.is_neg():
+                raise UsageError(
+                    f"{name} is a conjugate or negative view, whose bytes are other numbers than "
+                    f"its own. {_CONVERT}"
+                )
             dense = _row_major(value, ghosts, content, item)
         is_whole = box.sizes == leaf.shape
         if dense is not None:

@@ -15,7 +15,7 @@ import msgspec
 
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import ActorSnapError, FormatError, UsageError
-from actorsnap.format.foreign import LEGACY_MAGIC
+from actorsnap.format.foreign import is_legacy_file
 from actorsnap.format.manifest import Stored
 from actorsnap.interop.formats.describing import Description
 from actorsnap.interop.formats.pickles import (
@@ -31,6 +31,7 @@ from actorsnap.interop.formats.zip_directory import (
     answered,
     locate,
     read_directory,
+    read_record,
 )
 from actorsnap.state.tree import escape
 from actorsnap.storage.base import for_each
@@ -46,6 +47,9 @@ _FIRST_BYTES = 1 << 20
 
 _SMALL_BYTES = 64 << 10
 """A file that is read at once."""
+
+_MAX_PICKLES_BYTES = 1 << 28
+"""Of the older format: what is read at most to find the end of its pickles."""
 
 _COUNT_BYTES = 8
 """Before each storage of the older format: its number of elements."""
@@ -78,7 +82,7 @@ async def read(place: Place) -> Foreign | None:
     await place.find(key)
     if head.startswith(ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
         saved = await read_zip(place, key, allow_pickle=place.allow_pickle)
-    elif head.startswith(LEGACY_MAGIC):
+    elif is_legacy_file(head):
         saved = await _read_legacy(place, key)
     else:
         return None
@@ -128,13 +132,9 @@ def read_archive(size: int, key: str, **tail_bytes: int) -> Reading[Archive]:
             "save its state_dict()"
         )
 
-    def content(name: str) -> Reading[bytes]:
-        record = yield from locate(records[name], size, key)
-        return (yield record.start, record.start + record.size)
-
-    if f"{prefix}byteorder" in records:
-        _check_order((yield from content(f"{prefix}byteorder")), key)
-    pickled = yield from content(pickles[0])
+    if order := records.get(f"{prefix}byteorder"):
+        _check_order((yield from read_record(order, size, key)), key)
+    pickled = yield from read_record(records[pickles[0]], size, key)
     begin = f"{prefix}data/"
     storages = {n.removeprefix(begin): r for n, r in records.items() if n.startswith(begin)}
     return Archive(pickled, storages)
@@ -188,29 +188,32 @@ async def _read_legacy(place: Place, key: str) -> SavedFile:
     size = place.used[key].size
     data = b""
     while True:
-        stop = min(size, max(_FIRST_BYTES, 8 * len(data)))
+        stop = min(size, max(_FIRST_BYTES, min(8 * len(data), _MAX_PICKLES_BYTES)))
         data += await place.get(key, len(data), stop)
-        ghosts = Ghosts()
+        file, ghosts = BytesIO(data), Ghosts()
         try:
             state, starts = await place.run_blocking(
-                _parse_legacy, data, ghosts, key, size, place.allow_pickle
+                _parse_legacy, file, ghosts, key, size, place.allow_pickle
             )
-        except ActorSnapError:
-            if stop == size:
+        except ActorSnapError as error:
+            if file.tell() < stop or stop == size:
                 raise
+            if stop >= _MAX_PICKLES_BYTES:
+                detail = f"damaged: its pickles do not end within {stop} bytes"
+                raise FormatError(key=key, detail=detail) from error
         else:
             return SavedFile(key, state, ghosts, starts)
 
 
 def _parse_legacy(
-    data: bytes, ghosts: Ghosts, key: str, size: int, allow_pickle: bool
+    file: BytesIO, ghosts: Ghosts, key: str, size: int, allow_pickle: bool
 ) -> tuple[Any, dict[str, int]]:
     """Returns the state, and where each storage begins.
 
     Raises:
-        ActorSnapError: ``data`` is not long enough, damaged, or refused.
+        ActorSnapError: The file is damaged or refused; or the bytes of it that ``file`` has are too
+            few, and all of them were read.
     """
-    file = BytesIO(data)
     load: Callable[[], Any] = partial(unpickle, file, ghosts, key, allow_pickle=allow_pickle)
     _, version, system = load(), load(), load()
     if version != 1001 or not isinstance(system, dict):
