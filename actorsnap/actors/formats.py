@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import ChecksumMismatch, FormatError, ObjectNotFound
+from actorsnap.errors import FormatError, ObjectNotFound
 from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.format.tables import check_disjoint, check_foreign_manifest
 from actorsnap.log import Log
@@ -91,11 +91,12 @@ class Place:
         """``find`` for a file that must exist; ``why`` ends the error ("..., which <why>").
 
         Raises:
-            ChecksumMismatch: There is no such file.
+            FormatError: There is no such file.
         """
         info = await self.find(key)
         if info is None:
-            raise ChecksumMismatch(key=key, detail=f"the file is missing, which {why}")
+            detail = f"the file is missing, which {why}: copy the checkpoint again, or use another"
+            raise FormatError(key=key, detail=detail)
         return info
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:

@@ -89,7 +89,7 @@ async def _metadata_of_ranks(place: Place) -> list[str]:
     """Returns the metadata files of a save without collectives, in rank order.
 
     Raises:
-        ChecksumMismatch: That of a rank is missing.
+        FormatError: That of a rank is missing.
     """
     found = [int(match[1]) for match in map(_OF_RANK.fullmatch, place.listed) if match]
     keys = [f"__{rank}.metadata" for rank in range(max(found, default=-1) + 1)]

@@ -70,8 +70,7 @@ async def locate_items(place: Place, items: Mapping[Item, str], key: str) -> Loc
     """Locates items, given with their fqns, which the metadata file ``key`` names.
 
     Raises:
-        ChecksumMismatch: A file is missing.
-        FormatError: A file is too short, or has something else there. Names file and item.
+        FormatError: A file is missing or too short, or has something else. Names file and item.
         UsageError: A tensor is compressed, or a transformation is unknown.
     """
     ordered = sorted(items, key=lambda item: (item.file, item.start))

@@ -126,8 +126,7 @@ async def _read_repo(place: Place, key: str) -> Foreign:
     """Reads what an index names.
 
     Raises:
-        ChecksumMismatch: A file is missing.
-        FormatError: A file lacks a tensor.
+        FormatError: A file is missing, or lacks a tensor.
     """
     await place.find(key)
     try:
