@@ -66,7 +66,13 @@ for url in sys.argv[3:]:
 def read_in_child(tmp_path: Path, *urls: Path) -> list[str]:
     """Returns what reading each says, in a process with little memory."""
     write_safetensors(tmp_path / "first.safetensors", {"w": torch.ones(2)})
-    command: list[Any] = [sys.executable, "-c", _CHILD, tmp_path / "first.safetensors", str(LIMIT_BYTES)]
+    command: list[Any] = [
+        sys.executable,
+        "-c",
+        _CHILD,
+        tmp_path / "first.safetensors",
+        str(LIMIT_BYTES),
+    ]
     done: Any = subprocess.run([*command, *urls], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr[-2000:]
     return str(done.stdout).splitlines()
@@ -294,9 +300,7 @@ def _write(kind: str, folder: Path) -> Path:
     elif kind == "torchsnapshot":
         shutil.copytree(DATA / "slabs", folder, dirs_exist_ok=True)
     else:
-        way = (
-            SerializationFormat.SAFETENSORS if kind == "dcp st" else SerializationFormat.TORCH_SAVE
-        )
+        ways = {"dcp": SerializationFormat.TORCH_SAVE, "dcp st": SerializationFormat.SAFETENSORS}
         writer = dcp.FileSystemWriter(folder, serialization_format=ways[kind])
         dcp.save(state, storage_writer=writer, no_dist=True)
     return folder
