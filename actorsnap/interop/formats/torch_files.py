@@ -29,19 +29,18 @@ from actorsnap.interop.formats.zip_directory import (
     Reading,
     Record,
     answered,
-    locate,
+    header_range,
+    placed,
     read_directory,
     read_record,
 )
 from actorsnap.state.tree import escape
-from actorsnap.storage.base import for_each
 
 ZIP_MAGIC = b"PK\x03\x04"
 _PICKLE = "/data.pkl"
 _NAME = "pytorch_model.bin"
 """In an old Hugging Face repo."""
 
-_AT_ONCE = 16
 _FIRST_BYTES = 1 << 20
 """Of the older format, read first."""
 
@@ -148,32 +147,38 @@ async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
         FormatError: It is damaged.
     """
     size = place.used[key].size
-    read = await _reader(place, key, size)
+    read_all = await _reader(place, key, size)
+
+    async def read(start: int, stop: int) -> bytes:
+        (data,) = await read_all([(start, stop)])
+        return data
+
     archive = await answered(read_archive(size, key), read)
     ghosts = Ghosts()
     state = await place.run_blocking(
         partial(unpickle, BytesIO(archive.pickle), ghosts, key, allow_pickle=allow_pickle)
     )
-    starts: dict[str, int] = {}
-
-    async def find(name: str) -> None:
-        record = archive.record(ghosts.found[name], key)
-        starts[name] = (await answered(locate(record, size, key), read)).start
-
-    await for_each(list(ghosts.found), find, at_once=_AT_ONCE)
+    records = [archive.record(saved, key) for saved in ghosts.found.values()]
+    headers = await read_all([header_range(record, size, key) for record in records])
+    starts = {
+        name: placed(record, header, size, key).start
+        for name, record, header in zip(ghosts.found, records, headers, strict=True)
+    }
     return SavedFile(key, state, ghosts, starts)
 
 
-async def _reader(place: Place, key: str, size: int) -> Callable[[int, int], Awaitable[bytes]]:
-    """Reads a small file at once: most requests are for a few bytes."""
-    if size > _SMALL_BYTES:
-        return partial(place.get, key)
-    data = await place.get(key, 0, size)
+async def _reader(
+    place: Place, key: str, size: int
+) -> Callable[[list[tuple[int, int]]], Awaitable[list[bytes]]]:
+    """Returns what reads ranges. A small file is read at once: most ranges have a few bytes."""
+    data = await place.get(key, 0, size) if size <= _SMALL_BYTES else None
 
-    async def read(start: int, stop: int) -> bytes:
-        return data[start:stop]
+    async def read_all(ranges: list[tuple[int, int]]) -> list[bytes]:
+        if data is None:
+            return await place.get_all([(key, start, stop) for start, stop in ranges])
+        return [data[start:stop] for start, stop in ranges]
 
-    return read
+    return read_all
 
 
 def _check_order(order: bytes, key: str) -> None:

@@ -150,11 +150,11 @@ def _wide(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, 
     return size, stored, header
 
 
-def locate(record: Record, file_size: int, key: str) -> Reading[Record]:
-    """Returns a record with its ``start``, which only its local header tells.
+def header_range(record: Record, file_size: int, key: str) -> tuple[int, int]:
+    """Returns the place of a record's local header, for ``placed``.
 
     Raises:
-        FormatError: There is no such header; the record is not in the file, or is packed.
+        FormatError: It is not in the file; or the record is packed.
     """
     if record.packing:
         detail = f"{record.name!r:.200} is {record.packing}: torch.save does not write that"
@@ -162,12 +162,25 @@ def locate(record: Record, file_size: int, key: str) -> Reading[Record]:
     header = record.header
     if not 0 <= header <= file_size - _LOCAL.size:
         raise FormatError(key=key, detail=f"{record.name!r:.200} is outside of the file")
-    data = yield header, header + _LOCAL.size
-    magic, *_, name_len, extra_len = _LOCAL.unpack(data)
-    start = header + _LOCAL.size + name_len + extra_len
+    return header, header + _LOCAL.size
+
+
+def placed(record: Record, header: bytes, file_size: int, key: str) -> Record:
+    """Returns a record with its ``start``, which only its local header tells.
+
+    Raises:
+        FormatError: There is no such header, or the record is not in the file.
+    """
+    magic, *_, name_len, extra_len = _LOCAL.unpack(header)
+    start = record.header + _LOCAL.size + name_len + extra_len
     if magic != b"PK\x03\x04" or start + record.size > file_size:
         raise FormatError(key=key, detail=f"{record.name!r:.200} is not where the directory says")
     return msgspec.structs.replace(record, start=start)
+
+
+def locate(record: Record, file_size: int, key: str) -> Reading[Record]:
+    """Returns a record with its ``start``. Raises as ``header_range`` and ``placed``."""
+    return placed(record, (yield header_range(record, file_size, key)), file_size, key)
 
 
 def read_record(record: Record, file_size: int, key: str) -> Reading[bytes]:
