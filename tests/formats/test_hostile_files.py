@@ -277,12 +277,38 @@ async def test_older_files_of_each_protocol(tmp_path: Path, protocol: int) -> No
             await Snapshot(path).get_manifest()
 
 
-async def test_a_conjugate_tensor_of_dcp(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["zip", "legacy", "dcp", "value of dcp"])
+async def test_a_conjugate_tensor(tmp_path: Path, kind: str) -> None:
     """Its bytes are those of another tensor."""
-    saved = {"model": {"w": torch.ones(3, dtype=torch.complex64).conj()}}
-    await asyncio.to_thread(dcp.save, saved, checkpoint_id=tmp_path, no_dist=True)
-    with pytest.raises(UsageError, match=r"model\.w.*conjugate.*Load the folder with"):
-        await Snapshot(tmp_path).get_manifest()
+    tensor = torch.ones(3, dtype=torch.complex64).conj()
+    url = tmp_path if "dcp" in kind else tmp_path / "x.pt"
+    if "dcp" in kind:
+        saved = {"model": {"w": (tensor, 1) if "value" in kind else tensor}}
+        await asyncio.to_thread(dcp.save, saved, checkpoint_id=tmp_path, no_dist=True)
+    else:
+        torch.save({"w": tensor}, url, _use_new_zipfile_serialization=kind == "zip")
+    with pytest.raises(UsageError, match=r"conjugate.*resolve_conj"):
+        await Snapshot(url).read_object("model/w")
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+async def test_containers_that_share_others(tmp_path: Path, is_zip: bool) -> None:
+    """The tree of this has 2**40 leaves."""
+    lists: list[Any] = [1]
+    for _ in range(40):
+        lists = [lists, lists]
+    path = tmp_path / "x.pt"
+    torch.save({"w": torch.ones(1), "x": lists}, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(FormatError, match=r"bytes of pickle stand for \d{13} values"):
+        await Snapshot(path).get_manifest()
+    cycle: dict[str, Any] = {"a": {}}
+    cycle["a"]["b"] = cycle
+    torch.save({"w": torch.ones(1), "x": cycle}, path, _use_new_zipfile_serialization=is_zip)
+    with pytest.raises(UsageError, match="contains itself"):
+        await Snapshot(path).get_manifest()
+    few = [0.5, 0.9]
+    torch.save({"model": {"w": torch.ones(1)}, "x": [few] * 50, "y": few}, path)
+    assert await Snapshot(path).read_object("y") == few
 
 
 def _write(kind: str, folder: Path) -> Path:

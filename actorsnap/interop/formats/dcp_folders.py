@@ -32,6 +32,7 @@ from actorsnap.interop.formats.dcp_metadata import (
 )
 from actorsnap.interop.formats.describing import DEFAULT_KEY, Description, path_of
 from actorsnap.interop.formats.pickles import Ghosts, SavedStorage, StateDescriber, unpickle
+from actorsnap.interop.formats.torch_files import check_state
 from actorsnap.planning.index import ancestors
 from actorsnap.state.composite import is_composite
 from actorsnap.state.tensors import DTYPE_NAMES
@@ -209,11 +210,6 @@ class _Describer:
         else:
             value, ghosts = self._unpickle(content, name)
             _check_tensor(value, box, name)
-            if value.is_conj() or value.is_neg():
-                raise UsageError(
-                    f"{name} is a conjugate or negative view, whose bytes are other numbers than "
-                    f"its own. {_CONVERT}"
-                )
             dense = _row_major(value, ghosts, content, item)
         is_whole = box.sizes == leaf.shape
         if dense is not None:
@@ -260,6 +256,7 @@ class _Describer:
                 value: Any = (BYTES_IO, content_of_io)
             else:
                 value = unpickle(BytesIO(pickled), ghosts, name, allow_pickle=self._allow_pickle)
+                check_state(value, len(pickled), name)
             found = value, ghosts
             if not self._allow_pickle:  # plain values, which nothing changes
                 self._unpickled[pickled] = found

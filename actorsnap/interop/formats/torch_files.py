@@ -12,6 +12,7 @@ from io import BytesIO
 from typing import Any
 
 import msgspec
+import torch
 
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import ActorSnapError, FormatError, UsageError
@@ -37,6 +38,7 @@ from actorsnap.interop.formats.zip_directory import (
 from actorsnap.state.tree import escape
 
 ZIP_MAGIC = b"PK\x03\x04"
+_INNER = (torch.Tensor, dict, list, tuple)
 _PICKLE = "/data.pkl"
 _NAME = "pytorch_model.bin"
 """In an old Hugging Face repo."""
@@ -139,6 +141,36 @@ def read_archive(size: int, key: str, **tail_bytes: int) -> Reading[Archive]:
     return Archive(pickled, storages)
 
 
+def check_state(state: Any, num_pickled: int, key: str) -> None:
+    """Checks what a pickle of ``num_pickled`` bytes holds, before its tree is walked.
+
+    Raises:
+        UsageError: A tensor is a conjugate or negative view: its bytes are other numbers.
+        FormatError: Containers share others, so that the tree is far larger than the pickle.
+    """
+    sizes: dict[int, int] = {}
+    left: list[tuple[Any, bool]] = [(state, False)] if isinstance(state, _INNER) else []
+    while left:
+        value, is_known_below = left.pop()
+        if isinstance(value, torch.Tensor):
+            if value.is_conj() or value.is_neg():
+                raise UsageError(
+                    f"{key} has a conjugate or negative view of a tensor, whose bytes are other "
+                    "numbers: load it with torch, and save tensor.resolve_conj().resolve_neg()"
+                )
+            continue
+        items = value.values() if isinstance(value, dict) else value
+        if is_known_below:
+            sizes[id(value)] = 1 + sum([sizes.get(id(item), 1) for item in items])
+        elif id(value) not in sizes:
+            sizes[id(value)] = 0  # what contains itself is refused later
+            left.append((value, True))
+            left += [(item, False) for item in items if isinstance(item, _INNER)]
+    if sizes.get(id(state), 1) > 1000 + 4 * num_pickled:
+        detail = f"damaged: its {num_pickled} bytes of pickle stand for {sizes[id(state)]} values"
+        raise FormatError(key=key, detail=detail)
+
+
 async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
     """Reads a zip file that ``Place.find`` has found, all but its tensors.
 
@@ -158,6 +190,7 @@ async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
     state = await place.run_blocking(
         partial(unpickle, BytesIO(archive.pickle), ghosts, key, allow_pickle=allow_pickle)
     )
+    await place.run_blocking(check_state, state, len(archive.pickle), key)
     records = [archive.record(saved, key) for saved in ghosts.found.values()]
     headers = await read_all([header_range(record, size, key) for record in records])
     starts = {
@@ -226,6 +259,7 @@ def _parse_legacy(
     _check_order(b"little" if system.get("little_endian", True) else b"big", key)
     state = load()
     names = load()
+    check_state(state, file.tell(), key)
     if not isinstance(names, list) or sorted(names) != sorted(ghosts.found):
         raise FormatError(key=key, detail="its storages are not those of its pickle")
     at = file.tell()
