@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import ChecksumMismatch, FormatError, ObjectNotFound
+from actorsnap.errors import FormatError, ObjectNotFound
 from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.format.tables import check_disjoint, check_foreign_manifest
 from actorsnap.log import Log
@@ -42,6 +42,9 @@ AT_ONCE = 16
 
 MAX_LISTED = 10_000
 """Keys of a folder that are listed. Beyond them, files are found by name only."""
+
+MAX_INDEX_BYTES = 2 << 30
+"""Of a file that is read whole."""
 
 NOT_OURS = 0
 """``Commit.version`` of other formats; their ``attempt`` is ``<format>-<digest>``, no folder."""
@@ -88,16 +91,24 @@ class Place:
         """``find`` for a file that must exist; ``why`` ends the error ("..., which <why>").
 
         Raises:
-            ChecksumMismatch: There is no such file.
+            FormatError: There is no such file.
         """
         info = await self.find(key)
         if info is None:
-            raise ChecksumMismatch(key=key, detail=f"the file is missing, which {why}")
+            detail = f"the file is missing, which {why}: copy the checkpoint again, or use another"
+            raise FormatError(key=key, detail=detail)
         return info
 
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns bytes of a file that ``find`` has found; see ``Storage.get``."""
+        """Returns bytes of a file that ``find`` has found; see ``Storage.get``.
+
+        Raises:
+            FormatError: All of a file is wanted, and no index is so large.
+        """
         assert key in self._used, f"{key!r} was read before it was looked for"
+        if stop is None and self._used[key].size - start > MAX_INDEX_BYTES:
+            detail = f"it has {self._used[key].size} bytes, which no index has"
+            raise FormatError(key=key, detail=detail)
         return await self.storage.get(key, start, stop)
 
     async def get_all(self, ranges: Sequence[tuple[str, int, int]]) -> list[bytes]:
@@ -183,13 +194,21 @@ class OpenForeign(msgspec.Struct, frozen=True, kw_only=True):
         """Whether a file has another size or time than it had, or is gone."""
         # A listing of an object store has times of another precision than a request for one.
         slack_s = 0.0 if storage.capabilities.has_blocking_io else 1.0
-        for key, info in self.files.items():
-            now = await _stat(storage, key)
-            if now is None or now.size != info.size:
-                return True
-            if abs(now.modified_s - info.modified_s) > slack_s:
-                return True
-        return False
+        changed: list[str] = []
+
+        async def look(key: str) -> None:
+            if changed:
+                return
+            before, now = self.files[key], await _stat(storage, key)
+            if (
+                now is None
+                or now.size != before.size
+                or abs(now.modified_s - before.modified_s) > slack_s
+            ):
+                changed.append(key)
+
+        await for_each(self.files, look, at_once=AT_ONCE)
+        return bool(changed)
 
 
 Reader: TypeAlias = Callable[[Place], Awaitable[Foreign | None]]
@@ -243,7 +262,11 @@ def _checked(found: Foreign, place: Place) -> OpenForeign:
 def _digest(found: Foreign) -> str:
     """Returns a name for the content of an index: ranks compare it."""
     # Times differ between copies of a file.
-    encoded = msgspec.msgpack.encode((found.manifests, found.joined), enc_hook=repr)
+    try:
+        encoded = msgspec.msgpack.encode((found.manifests, found.joined), enc_hook=repr)
+    except OverflowError as error:
+        detail = "it has a number of more than 64 bits among its shapes"
+        raise FormatError(key=f"the index of {found.format}", detail=detail) from error
     return blake2b(encoded, digest_size=8).hexdigest()
 
 

@@ -44,8 +44,9 @@ _OWN = re.compile(
 
 _MAX_NAMED = 5
 
-LEGACY_MAGIC = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
-"""A file by ``torch.save`` from before zip archives."""
+_LEGACY_MAGIC = re.compile(
+    rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
+)
 
 
 def attempts_in(keys: Iterable[str]) -> dict[str, int]:
@@ -127,13 +128,18 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
         return "part", f"this file is the commit object of the snapshot {folder}: open that"
     if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head[:256]:
         return "foreign", "this is a file that torch.save wrote, not a snapshot"
-    if head.startswith(LEGACY_MAGIC):
+    if is_legacy_file(head):
         return "foreign", "this is a file that an old torch.save wrote, not a snapshot"
     if head[8:10] == b'{"' and 2 <= int.from_bytes(head[:8], "little") < 1 << 32:
         return "foreign", "this is a safetensors file, not a snapshot"
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "foreign", "this is a pickle file: pickle.load reads it, if you trust it"
     return "unknown", "this is a file; a snapshot is a folder, and so is a run: check the path"
+
+
+def is_legacy_file(head: bytes) -> bool:
+    """Whether a file is of ``torch.save`` from before zip archives, by any pickle protocol."""
+    return _LEGACY_MAGIC.match(head) is not None
 
 
 def _snapshot_around(path: str) -> str:

@@ -28,7 +28,7 @@ from actorsnap.interop.formats.describing import Description, path_of
 from actorsnap.runtime.reading import each_pair
 from actorsnap.runtime.script import drive_sync, run_sync
 from actorsnap.runtime.source import OpenSource
-from actorsnap.storage.base import StorageContext
+from actorsnap.storage.base import ObjectInfo, Storage, StorageContext
 from actorsnap.storage.registry import find_opener
 from actorsnap.testing import run_blocking_in_thread
 from tests.formats.checkpoints import (
@@ -297,3 +297,27 @@ def test_a_file_beside_a_snapshot(tmp_path: Path) -> None:
         reader = ActorsnapReader(tmp_path / "x.pt")
         state_dict_loader.load(target, storage_reader=reader, no_dist=True)
     assert target["model"]["w"].tolist() == [0, 1, 2]
+
+
+async def test_files_are_looked_at_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether one has changed: a request each, over a network."""
+    for number in range(8):
+        write_safetensors(tmp_path / f"{number}.safetensors", {f"w{number}": torch.zeros(3)})
+    num_open = most_open = 0
+    stat = formats._stat
+
+    async def counting(storage: Storage, key: str) -> ObjectInfo | None:
+        nonlocal num_open, most_open
+        num_open += 1
+        most_open = max(most_open, num_open)
+        await asyncio.sleep(0)
+        try:
+            return await stat(storage, key)
+        finally:
+            num_open -= 1
+
+    monkeypatch.setattr(formats, "_stat", counting)
+    await Snapshot(tmp_path).read_object("model/w3")
+    assert most_open == 8

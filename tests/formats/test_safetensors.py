@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from actorsnap import IncompatibleState, Snapshot
-from actorsnap.errors import ChecksumMismatch, FormatError
+from actorsnap.errors import FormatError
 from tests.formats.checkpoints import (
     is_same,
     make_model,
@@ -120,7 +120,7 @@ async def test_one_name_in_two_files(tmp_path: Path) -> None:
 async def test_missing_file_of_a_repo(tmp_path: Path) -> None:
     write_repo(tmp_path, make_model().state_dict())
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(ChecksumMismatch, match="model-00002-of-00002.safetensors.*missing"):
+    with pytest.raises(FormatError, match="model-00002-of-00002.safetensors.*missing"):
         await Snapshot(tmp_path).get_manifest()
 
 

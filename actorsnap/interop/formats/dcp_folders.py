@@ -32,6 +32,7 @@ from actorsnap.interop.formats.dcp_metadata import (
 )
 from actorsnap.interop.formats.describing import DEFAULT_KEY, Description, path_of
 from actorsnap.interop.formats.pickles import Ghosts, SavedStorage, StateDescriber, unpickle
+from actorsnap.interop.formats.torch_files import check_state
 from actorsnap.planning.index import ancestors
 from actorsnap.state.composite import is_composite
 from actorsnap.state.tensors import DTYPE_NAMES
@@ -89,7 +90,7 @@ async def _metadata_of_ranks(place: Place) -> list[str]:
     """Returns the metadata files of a save without collectives, in rank order.
 
     Raises:
-        ChecksumMismatch: That of a rank is missing.
+        FormatError: That of a rank is missing.
     """
     found = [int(match[1]) for match in map(_OF_RANK.fullmatch, place.listed) if match]
     keys = [f"__{rank}.metadata" for rank in range(max(found, default=-1) + 1)]
@@ -255,6 +256,7 @@ class _Describer:
                 value: Any = (BYTES_IO, content_of_io)
             else:
                 value = unpickle(BytesIO(pickled), ghosts, name, allow_pickle=self._allow_pickle)
+                check_state(value, len(pickled), name)
             found = value, ghosts
             if not self._allow_pickle:  # plain values, which nothing changes
                 self._unpickled[pickled] = found

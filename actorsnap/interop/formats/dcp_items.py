@@ -37,8 +37,8 @@ _HEADER_BYTES = 128 << 10
 
 _Range: TypeAlias = tuple[int, int]
 _ZSTD = "stream.zstd/1"
-_MAX_VALUE_BYTES = 1 << 28
-"""Of a compressed value."""
+_MAX_UNPACKED_BYTES = 1 << 28
+"""Of all compressed values of a folder, together."""
 
 
 class Content(msgspec.Struct, frozen=True):
@@ -52,24 +52,25 @@ class Content(msgspec.Struct, frozen=True):
     starts: dict[str, int]
 
 
-class Located(msgspec.Struct, frozen=True):
+class Located(msgspec.Struct):
     """What is in the files of a folder.
 
     Attributes:
         zips: By item.
         tensors: Of safetensors files, by file and fqn.
+        num_unpacked: Bytes of the values that were compressed.
     """
 
     zips: dict[Item, Content]
     tensors: dict[str, Mapping[str, FileTensor]]
+    num_unpacked: int = 0
 
 
 async def locate_items(place: Place, items: Mapping[Item, str], key: str) -> Located:
     """Locates items, given with their fqns, which the metadata file ``key`` names.
 
     Raises:
-        ChecksumMismatch: A file is missing.
-        FormatError: A file is too short, or has something else there. Names file and item.
+        FormatError: A file is missing or too short, or has something else. Names file and item.
         UsageError: A tensor is compressed, or a transformation is unknown.
     """
     ordered = sorted(items, key=lambda item: (item.file, item.start))
@@ -79,10 +80,13 @@ async def locate_items(place: Place, items: Mapping[Item, str], key: str) -> Loc
             detail = f"truncated: it has {info.size} bytes, and {items[item]!r:.200} ends at "
             raise FormatError(key=item.file, detail=f"{detail}{item.stop}")
         _check_transforms(item, items[item])
+        if item.transforms and item.stop - item.start > _MAX_UNPACKED_BYTES:
+            detail = f"{items[item]!r:.200} is a compressed value of {item.stop - item.start} bytes"
+            raise FormatError(key=item.file, detail=detail)
     located = Located({}, {})
     others: dict[str, int] = {}
     for batch in _batches(ordered):
-        pending = [_Parsing(item, items[item]) for item in batch]
+        pending = [_Parsing(item, items[item], located) for item in batch]
         pieces = _Pieces()
         while pending:
             wanted: dict[str, list[_Range]] = {}
@@ -109,12 +113,17 @@ def _check_transforms(item: Item, fqn: str) -> None:
         )
 
 
-def _parse(item: Item, fqn: str) -> Reading[Content | None]:
-    """Parses an item, whose bytes begin at 0; returns None for what is no zip file."""
+def _parse(item: Item, fqn: str, located: Located) -> Reading[Content | None]:
+    """Parses an item, whose bytes begin at 0; returns None for what is no zip file.
+
+    Args:
+        located: What was found before. Counts what is decompressed.
+    """
     size = item.stop - item.start
     name = f"{fqn!r:.200} in {item.file}"
     if item.transforms:
-        data = decompress((yield 0, size), name, _MAX_VALUE_BYTES)
+        data = decompress((yield 0, size), name, _MAX_UNPACKED_BYTES - located.num_unpacked)
+        located.num_unpacked += len(data)
         archive = answered_from(data, read_archive(len(data), name))
         return Content(archive, {})
     if (yield 0, min(size, len(ZIP_MAGIC))) != ZIP_MAGIC:
@@ -132,11 +141,11 @@ class _Parsing:
 
     __slots__ = ("_asked", "_reading", "fqn", "item", "wanted")
 
-    def __init__(self, item: Item, fqn: str) -> None:
+    def __init__(self, item: Item, fqn: str, located: Located) -> None:
         self.item = item
         self.fqn = fqn
         self.wanted = _first_reads(item)
-        self._reading = _parse(item, fqn)
+        self._reading = _parse(item, fqn, located)
         self._asked = (0, 0)
 
     def advance(self, pieces: _Pieces) -> Content | None:
@@ -165,7 +174,8 @@ class _Unread(Exception):
 
 def _first_reads(item: Item) -> list[_Range]:
     start, stop = item.start, item.stop
-    if item.box is None or stop - start <= 2 * _END_BYTES:
+    is_whole = item.transforms or (item.box is None and stop - start <= _READ_BYTES)
+    if is_whole or stop - start <= 2 * _END_BYTES:
         return [(start, stop)]
     return [(start, start + _END_BYTES), (stop - _END_BYTES, stop)]
 

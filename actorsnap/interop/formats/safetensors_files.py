@@ -15,7 +15,7 @@ import msgspec
 
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import FormatError
-from actorsnap.format.layout import SAFETENSORS_DTYPES, dtype_itemsize
+from actorsnap.format.layout import SAFETENSORS_DTYPES, dtype_itemsize, is_well_formed_key
 from actorsnap.interop.formats.describing import DEFAULT_KEY, Description, path_of
 from actorsnap.storage.base import for_each
 
@@ -126,8 +126,7 @@ async def _read_repo(place: Place, key: str) -> Foreign:
     """Reads what an index names.
 
     Raises:
-        ChecksumMismatch: A file is missing.
-        FormatError: A file lacks a tensor.
+        FormatError: A file is missing, or lacks a tensor.
     """
     await place.find(key)
     try:
@@ -139,7 +138,7 @@ async def _read_repo(place: Place, key: str) -> Foreign:
         name: f"{folder}/{file}" if folder else file for name, file in index.weight_map.items()
     }
     for file in dict.fromkeys(files.values()):
-        if "/" in file or not file.endswith(SUFFIX):
+        if "/" in file or not file.endswith(SUFFIX) or not is_well_formed_key(file):
             raise FormatError(key=key, detail=f"it names {file!r:.200}, which is no file beside it")
         await place.need(file, f"{key} names")
     headers = await _headers(place, dict.fromkeys(files.values()))

@@ -12,10 +12,11 @@ from io import BytesIO
 from typing import Any
 
 import msgspec
+import torch
 
 from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import ActorSnapError, FormatError, UsageError
-from actorsnap.format.foreign import LEGACY_MAGIC
+from actorsnap.format.foreign import is_legacy_file
 from actorsnap.format.manifest import Stored
 from actorsnap.interop.formats.describing import Description
 from actorsnap.interop.formats.pickles import (
@@ -30,23 +31,27 @@ from actorsnap.interop.formats.zip_directory import (
     Reading,
     Record,
     answered,
-    locate,
+    header_range,
+    placed,
     read_directory,
+    read_record,
 )
 from actorsnap.state.tree import escape
-from actorsnap.storage.base import for_each
 
 ZIP_MAGIC = b"PK\x03\x04"
+_INNER = (torch.Tensor, dict, list, tuple)
 _PICKLE = "/data.pkl"
 _NAME = "pytorch_model.bin"
 """In an old Hugging Face repo."""
 
-_AT_ONCE = 16
 _FIRST_BYTES = 1 << 20
 """Of the older format, read first."""
 
 _SMALL_BYTES = 64 << 10
 """A file that is read at once."""
+
+_MAX_PICKLES_BYTES = 1 << 28
+"""Of the older format: what is read at most to find the end of its pickles."""
 
 _COUNT_BYTES = 8
 """Before each storage of the older format: its number of elements."""
@@ -79,7 +84,7 @@ async def read(place: Place) -> Foreign | None:
     await place.find(key)
     if head.startswith(ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
         saved = await read_zip(place, key, allow_pickle=place.allow_pickle)
-    elif head.startswith(LEGACY_MAGIC):
+    elif is_legacy_file(head):
         saved = await _read_legacy(place, key)
     else:
         return None
@@ -129,16 +134,42 @@ def read_archive(size: int, key: str, **tail_bytes: int) -> Reading[Archive]:
             "save its state_dict()"
         )
 
-    def content(name: str) -> Reading[bytes]:
-        record = yield from locate(records[name], size, key)
-        return (yield record.start, record.start + record.size)
-
-    if f"{prefix}byteorder" in records:
-        _check_order((yield from content(f"{prefix}byteorder")), key)
-    pickled = yield from content(pickles[0])
+    if order := records.get(f"{prefix}byteorder"):
+        _check_order((yield from read_record(order, size, key)), key)
+    pickled = yield from read_record(records[pickles[0]], size, key)
     begin = f"{prefix}data/"
     storages = {n.removeprefix(begin): r for n, r in records.items() if n.startswith(begin)}
     return Archive(pickled, storages)
+
+
+def check_state(state: Any, num_pickled: int, key: str) -> None:
+    """Checks what a pickle of ``num_pickled`` bytes holds, before its tree is walked.
+
+    Raises:
+        UsageError: A tensor is a conjugate or negative view: its bytes are other numbers.
+        FormatError: Containers share others, so that the tree is far larger than the pickle.
+    """
+    sizes: dict[int, int] = {}
+    left: list[tuple[Any, bool]] = [(state, False)] if isinstance(state, _INNER) else []
+    while left:
+        value, is_known_below = left.pop()
+        if isinstance(value, torch.Tensor):
+            if value.is_conj() or value.is_neg():
+                raise UsageError(
+                    f"{key} has a conjugate or negative view of a tensor, whose bytes are other "
+                    "numbers: load it with torch, and save tensor.resolve_conj().resolve_neg()"
+                )
+            continue
+        items = value.values() if isinstance(value, dict) else value
+        if is_known_below:
+            sizes[id(value)] = 1 + sum([sizes.get(id(item), 1) for item in items])
+        elif id(value) not in sizes:
+            sizes[id(value)] = 0  # what contains itself is refused later
+            left.append((value, True))
+            left += [(item, False) for item in items if isinstance(item, _INNER)]
+    if sizes.get(id(state), 1) > 1000 + 4 * num_pickled:
+        detail = f"damaged: its {num_pickled} bytes of pickle stand for {sizes[id(state)]} values"
+        raise FormatError(key=key, detail=detail)
 
 
 async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
@@ -149,32 +180,39 @@ async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
         FormatError: It is damaged.
     """
     size = place.used[key].size
-    read = await _reader(place, key, size)
+    read_all = await _reader(place, key, size)
+
+    async def read(start: int, stop: int) -> bytes:
+        (data,) = await read_all([(start, stop)])
+        return data
+
     archive = await answered(read_archive(size, key), read)
     ghosts = Ghosts()
     state = await place.run_blocking(
         partial(unpickle, BytesIO(archive.pickle), ghosts, key, allow_pickle=allow_pickle)
     )
-    starts: dict[str, int] = {}
-
-    async def find(name: str) -> None:
-        record = archive.record(ghosts.found[name], key)
-        starts[name] = (await answered(locate(record, size, key), read)).start
-
-    await for_each(list(ghosts.found), find, at_once=_AT_ONCE)
+    await place.run_blocking(check_state, state, len(archive.pickle), key)
+    records = [archive.record(saved, key) for saved in ghosts.found.values()]
+    headers = await read_all([header_range(record, size, key) for record in records])
+    starts = {
+        name: placed(record, header, size, key).start
+        for name, record, header in zip(ghosts.found, records, headers, strict=True)
+    }
     return SavedFile(key, state, ghosts, starts)
 
 
-async def _reader(place: Place, key: str, size: int) -> Callable[[int, int], Awaitable[bytes]]:
-    """Reads a small file at once: most requests are for a few bytes."""
-    if size > _SMALL_BYTES:
-        return partial(place.get, key)
-    data = await place.get(key, 0, size)
+async def _reader(
+    place: Place, key: str, size: int
+) -> Callable[[list[tuple[int, int]]], Awaitable[list[bytes]]]:
+    """Returns what reads ranges. A small file is read at once: most ranges have a few bytes."""
+    data = await place.get(key, 0, size) if size <= _SMALL_BYTES else None
 
-    async def read(start: int, stop: int) -> bytes:
-        return data[start:stop]
+    async def read_all(ranges: list[tuple[int, int]]) -> list[bytes]:
+        if data is None:
+            return await place.get_all([(key, start, stop) for start, stop in ranges])
+        return [data[start:stop] for start, stop in ranges]
 
-    return read
+    return read_all
 
 
 def _check_order(order: bytes, key: str) -> None:
@@ -189,29 +227,32 @@ async def _read_legacy(place: Place, key: str) -> SavedFile:
     size = place.used[key].size
     data = b""
     while True:
-        stop = min(size, max(_FIRST_BYTES, 8 * len(data)))
+        stop = min(size, max(_FIRST_BYTES, min(8 * len(data), _MAX_PICKLES_BYTES)))
         data += await place.get(key, len(data), stop)
-        ghosts = Ghosts()
+        file, ghosts = BytesIO(data), Ghosts()
         try:
             state, starts = await place.run_blocking(
-                _parse_legacy, data, ghosts, key, size, place.allow_pickle
+                _parse_legacy, file, ghosts, key, size, place.allow_pickle
             )
-        except ActorSnapError:
-            if stop == size:
+        except ActorSnapError as error:
+            if file.tell() < stop or stop == size:
                 raise
+            if stop >= _MAX_PICKLES_BYTES:
+                detail = f"damaged: its pickles do not end within {stop} bytes"
+                raise FormatError(key=key, detail=detail) from error
         else:
             return SavedFile(key, state, ghosts, starts)
 
 
 def _parse_legacy(
-    data: bytes, ghosts: Ghosts, key: str, size: int, allow_pickle: bool
+    file: BytesIO, ghosts: Ghosts, key: str, size: int, allow_pickle: bool
 ) -> tuple[Any, dict[str, int]]:
     """Returns the state, and where each storage begins.
 
     Raises:
-        ActorSnapError: ``data`` is not long enough, damaged, or refused.
+        ActorSnapError: The file is damaged or refused; or the bytes of it that ``file`` has are too
+            few, and all of them were read.
     """
-    file = BytesIO(data)
     load: Callable[[], Any] = partial(unpickle, file, ghosts, key, allow_pickle=allow_pickle)
     _, version, system = load(), load(), load()
     if version != 1001 or not isinstance(system, dict):
@@ -219,6 +260,7 @@ def _parse_legacy(
     _check_order(b"little" if system.get("little_endian", True) else b"big", key)
     state = load()
     names = load()
+    check_state(state, file.tell(), key)
     if not isinstance(names, list) or sorted(names) != sorted(ghosts.found):
         raise FormatError(key=key, detail="its storages are not those of its pickle")
     at = file.tell()

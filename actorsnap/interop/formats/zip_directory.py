@@ -6,6 +6,7 @@ Only what ``torch.save`` writes: stored records, not compressed, on one disk, wi
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Awaitable, Callable, Generator
 from typing import TypeAlias, TypeVar
 
@@ -28,6 +29,9 @@ _MAX_COMMENT_BYTES = 1 << 16
 _TAIL_BYTES = _END.size + _LOCATOR_64.size + _END_64.size + _MAX_COMMENT_BYTES
 _IN_64 = 0xFFFFFFFF
 
+_MAX_READ_BYTES = 1 << 28
+"""Of a directory, and of a record that is read whole: the largest that is taken for true."""
+
 
 class Record(msgspec.Struct, frozen=True):
     """A record: ``size`` bytes from ``start`` on.
@@ -35,6 +39,7 @@ class Record(msgspec.Struct, frozen=True):
     Attributes:
         header: Where its local header begins.
         packing: Why its bytes are not those in the file: ``"compressed"``; empty if they are.
+        crc32: Of its bytes; 0 if the writer did not compute it.
     """
 
     name: str
@@ -42,6 +47,7 @@ class Record(msgspec.Struct, frozen=True):
     size: int
     start: int = -1
     packing: str = ""
+    crc32: int = 0
 
 
 async def answered(reading: Reading[T], read: Callable[[int, int], Awaitable[bytes]]) -> T:
@@ -96,6 +102,8 @@ def read_directory(
             raise FormatError(key=key, detail="damaged: no zip64 directory is where it should be")
     if not 0 <= start <= start + length <= tail_start + at:
         raise FormatError(key=key, detail="damaged: the zip directory is outside of the file")
+    if length > _MAX_READ_BYTES:
+        raise FormatError(key=key, detail=f"damaged: its zip directory has {length} bytes")
     if start >= tail_start:
         directory = tail[start - tail_start : start - tail_start + length]
     else:
@@ -111,7 +119,7 @@ def _parse(directory: bytes, count: int, key: str) -> dict[str, Record]:
     at = 0
     for _ in range(count):
         fields = _MEMBER.unpack_from(directory, at)
-        magic, flags, method, header = fields[0], fields[3], fields[4], fields[-1]
+        magic, flags, method, crc32, header = *[fields[n] for n in (0, 3, 4, 7)], fields[-1]
         stored, size, name_len, extra_len, comment_len = fields[8:13]
         if magic != b"PK\x01\x02":
             raise FormatError(key=key, detail="its zip directory is damaged")
@@ -123,7 +131,7 @@ def _parse(directory: bytes, count: int, key: str) -> dict[str, Record]:
         packing = "encrypted" if flags & 1 else "compressed" if method or stored != size else ""
         if name in records:
             raise FormatError(key=key, detail=f"two records have the name {name!r:.200}")
-        records[name] = Record(name, header, size, packing=packing)
+        records[name] = Record(name, header, size, packing=packing, crc32=crc32)
     return records
 
 
@@ -142,11 +150,11 @@ def _wide(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, 
     return size, stored, header
 
 
-def locate(record: Record, file_size: int, key: str) -> Reading[Record]:
-    """Returns a record with its ``start``, which only its local header tells.
+def header_range(record: Record, file_size: int, key: str) -> tuple[int, int]:
+    """Returns the place of a record's local header, for ``placed``.
 
     Raises:
-        FormatError: There is no such header; the record is not in the file, or is packed.
+        FormatError: It is not in the file; or the record is packed.
     """
     if record.packing:
         detail = f"{record.name!r:.200} is {record.packing}: torch.save does not write that"
@@ -154,9 +162,38 @@ def locate(record: Record, file_size: int, key: str) -> Reading[Record]:
     header = record.header
     if not 0 <= header <= file_size - _LOCAL.size:
         raise FormatError(key=key, detail=f"{record.name!r:.200} is outside of the file")
-    data = yield header, header + _LOCAL.size
-    magic, *_, name_len, extra_len = _LOCAL.unpack(data)
-    start = header + _LOCAL.size + name_len + extra_len
+    return header, header + _LOCAL.size
+
+
+def placed(record: Record, header: bytes, file_size: int, key: str) -> Record:
+    """Returns a record with its ``start``, which only its local header tells.
+
+    Raises:
+        FormatError: There is no such header, or the record is not in the file.
+    """
+    magic, *_, name_len, extra_len = _LOCAL.unpack(header)
+    start = record.header + _LOCAL.size + name_len + extra_len
     if magic != b"PK\x03\x04" or start + record.size > file_size:
         raise FormatError(key=key, detail=f"{record.name!r:.200} is not where the directory says")
     return msgspec.structs.replace(record, start=start)
+
+
+def locate(record: Record, file_size: int, key: str) -> Reading[Record]:
+    """Returns a record with its ``start``. Raises as ``header_range`` and ``placed``."""
+    return placed(record, (yield header_range(record, file_size, key)), file_size, key)
+
+
+def read_record(record: Record, file_size: int, key: str) -> Reading[bytes]:
+    """Returns the content of a small record.
+
+    Raises:
+        FormatError: As ``locate``; or its bytes do not match its checksum.
+    """
+    if record.size > _MAX_READ_BYTES:
+        raise FormatError(key=key, detail=f"damaged: {record.name!r:.200} has {record.size} bytes")
+    found = yield from locate(record, file_size, key)
+    data = yield found.start, found.start + found.size
+    if record.crc32 and zlib.crc32(data) != record.crc32:
+        detail = f"damaged: the bytes of {record.name!r:.200} do not match its checksum"
+        raise FormatError(key=key, detail=detail)
+    return data
