@@ -22,6 +22,8 @@ import pytest
 from blockbuster import blockbuster_ctx
 from hypothesis import HealthCheck, settings
 
+from actorsnap.runtime.host import Host
+from actorsnap.runtime.process import default_budget_bytes
 from tests.support import forker as forker_module
 
 # Seconds mean nothing on a shared machine with two cores: no deadlines. In CI the examples are
@@ -158,6 +160,17 @@ def _logging() -> Iterator[None]:
     """What a test disables is enabled for the next one."""
     yield
     logging.disable(logging.NOTSET)
+
+
+@pytest.fixture(autouse=True)
+def _budget() -> Iterator[None]:
+    """There is one memory budget per process: a test's own ends with it."""
+    host = Host.running_here()
+    before = default_budget_bytes() if host is None else host.resources.budget.limit_bytes
+    yield
+    host = Host.running_here()
+    if host is not None:
+        host.resources.set_budget(before)
 
 
 @pytest.fixture(autouse=True)

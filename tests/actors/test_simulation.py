@@ -69,7 +69,6 @@ HARMLESS = {"late", "slow"}
 ORDERLY = {"late", "cancel", "disagree"}
 """After these an abort leaves nothing behind."""
 
-_names = itertools.count()
 _noise = torch.randint(0, 256, (8 * MIB,), dtype=torch.uint8)
 
 
@@ -188,7 +187,7 @@ class Simulation:
             repeats=rng.choice([0.0, 0.3]),
             lost_after_s=rng.choice([20.0, 100.0]),
         )
-        self.storage = MemoryStorage(f"simulation-{next(_names)}")
+        self.storage = MemoryStorage(f"simulation-{self.seed}")
         self.say(
             f"{self.size} ranks, pace {self.pace_s:g} s, delay {self.delay_s:g} s, "
             f"timeout {self.timeout_s:g} s, lost after {self.network.lost_after_s:g} s, "

@@ -202,7 +202,7 @@ def test_a_transfer_that_takes_too_long(store: Store) -> None:
     bucket = store.make_bucket()
     url = store.url(bucket, "run")
     take(url, 1, store.storage_options())
-    with FaultProxy(store.endpoint, connection_bytes_per_s=4 * MIB) as slow:
+    with FaultProxy(store.endpoint, connection_bytes_per_s=MIB) as slow:
         options = store.storage_options(slow) | {"transfer_timeout_s": 1.0, "max_attempts": 2}
         with refused("took over 1 s", SnapshotAborted):
             take(f"{url}-2", 1, options)
