@@ -262,13 +262,14 @@ def flatten(root: str, value: object) -> tuple[list[str], list[object]]:
     siblings: Iterator[tuple[str, object]] = iter([(root, value)])
     while True:
         for path, node in siblings:
-            kind = kinds[type(node)] if type(node) in kinds else _learn(type(node))
-            children = None if kind is None else _children(path, node, kind)
-            if children is None:
+            try:
+                kind = kinds[type(node)]
+            except KeyError:
+                kind = _learn(type(node))
+            if kind is None or (children := _children(path, node, kind)) is None:
                 paths.append(path)
                 values.append(node)
                 continue
-            assert kind is not None
             if kind != "dict" or not children[0]:
                 paths.append(path)
                 values.append(Container(kind, metadata_of(node, kind)))
