@@ -146,12 +146,7 @@ async def test_rename_and_keys_below(tmp_path: Path) -> None:
 async def test_casts_of_views(tmp_path: Path, dtype: torch.dtype) -> None:
     """Of one memory, with different strides; larger than what is converted at a time."""
     whole = torch.randn(600, 700)
-    state = {
-        "whole": whole,
-        "turned": whole.t(),
-        "part": whole[1:9:2, 3:5],
-        "n": torch.ones(2).int(),
-    }
+    state = {"whole": whole, "turned": whole.t(), "part": whole[1:9:2, 3:5]}
     snapshot = await Snapshot.take(tmp_path / "s", {"model": StateDict(state)})
     await snapshot.export_hf(tmp_path / "hf", dtype=dtype)
     assert_same(exported(tmp_path / "hf"), {k: v.to(dtype) for k, v in state.items()})

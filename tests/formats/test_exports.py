@@ -6,6 +6,7 @@ import datetime
 import warnings
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -241,7 +242,7 @@ def test_what_is_exported_is_not_deleted(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to("hf")
     hf, dcp, file = (sync.Snapshot(tmp_path / name) for name in ("hf", "dcp", "old.pt"))
     own = sync.Snapshot(tmp_path / "s")
-    calls = [
+    calls: list[Callable[[], object]] = [
         lambda: hf.export_hf(tmp_path / "hf", overwrite=True),
         lambda: hf.export_hf(tmp_path / "link", overwrite=True),
         lambda: sync.Snapshot(tmp_path / "link").export_hf(tmp_path / "hf", overwrite=True),
