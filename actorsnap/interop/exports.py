@@ -46,7 +46,6 @@ from actorsnap.runtime.exporting import (
     StoredBytes,
     opened_for_export,
     readable,
-    refuse_existing,
 )
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag, make_location
@@ -245,12 +244,11 @@ def _run(
             async with opened_for_export(host, source, to) as (opened, target):
 
                 async def perform() -> ExportReport:
+                    state, count = await _state(opened, call, keeps_shards=keeps_shards)
                     exporter = Exporter(opened, target)
                     exporters[:] = [exporter]
-                    state, count = await _state(opened, call, keeps_shards=keeps_shards)
                     files = await opened.errands.run_blocking(lay_out, state)
-                    existing = await older(target)
-                    await refuse_existing(target, existing, overwrite=call.overwrite)
+                    await exporter.make_way(await older(target), overwrite=call.overwrite)
                     async with exporter.cleaning_up():
                         await exporter.write(files.files)
                         await opened.reader.check_replaced()

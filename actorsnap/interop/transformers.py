@@ -20,6 +20,7 @@ import torch
 
 from actorsnap import sync
 from actorsnap.errors import ActorSnapError, UsageError
+from actorsnap.format.foreign import attempts_in
 from actorsnap.format.manifest import COMMIT_KEYS
 from actorsnap.log import Log
 from actorsnap.options import Options
@@ -393,6 +394,8 @@ def _fault(folder: str) -> str | None:
     if not os.path.isfile(os.path.join(folder, TRAINER_STATE_NAME)):
         return f"it has no {TRAINER_STATE_NAME}, so its save did not end"
     if not _has_commit(folder):
+        if attempts_in(os.listdir(folder)):
+            return "it has parts of a snapshot, but no commit object"
         return None  # the Trainer writes that file last
     try:
         problems = sync.Snapshot(folder).verify("quick").problems

@@ -8,6 +8,7 @@ the rest is read, verified, converted if needed and sent, within the memory budg
 
 from __future__ import annotations
 
+import os
 import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
@@ -31,7 +32,7 @@ from actorsnap.format.checksum import (
 )
 from actorsnap.format.geometry import Box, c_strides, extent_bytes, flat_range_boxes
 from actorsnap.format.layout import dtype_itemsize
-from actorsnap.format.manifest import Stored, TensorEntry, ViewEntry
+from actorsnap.format.manifest import COMMIT_KEYS, Stored, TensorEntry, ViewEntry
 from actorsnap.log import Log
 from actorsnap.options import chunk_within
 from actorsnap.planning.assembly import Assembly, Fragment, Origin, Write
@@ -300,6 +301,9 @@ def _size_of(part: Part) -> int:
 class Exporter:
     """Writes files to a storage, and deletes them if the export fails.
 
+    Args:
+        opened: Its reader has read the commit, and so knows where the data is.
+
     Attributes:
         files, nbytes, copied_bytes: See ``ExportReport``.
         done_bytes, total_bytes: Of all files that were given.
@@ -342,6 +346,34 @@ class Exporter:
             await self._target.put(key, [memoryview(data)])
         self._note_file(key, len(data))
         self.done_bytes += len(data)
+
+    async def make_way(self, keys: Sequence[str], *, overwrite: bool) -> None:
+        """Deletes older files, the first key first.
+
+        Raises:
+            ObjectExists: There are some, and ``overwrite`` is false.
+            UsageError: They are what is exported.
+        """
+        target, foreign = self._target, self.opened.reader.foreign
+        if keys and not overwrite:
+            raise ObjectExists(
+                op="export",
+                key=keys[0],
+                backend=target.url,
+                detail="an export or a checkpoint is there already, perhaps a part of one. Export "
+                "to another place, delete it, or pass overwrite=True (on the command line "
+                "--overwrite)",
+            )
+        own = COMMIT_KEYS if foreign is None else foreign.files
+        sources = await self._run_blocking(_places, self._storage, own)
+        found = await self._run_blocking(_places, target, keys)
+        if same := sorted(sources.keys() & found.keys()):
+            raise UsageError(
+                f"{found[same[0]]!r} in {target.url} is part of what is exported, and would be "
+                "deleted first: export to another place"
+            )
+        for key in keys:
+            await target.delete([key])
 
     @asynccontextmanager
     async def cleaning_up(self) -> AsyncIterator[None]:
@@ -560,17 +592,21 @@ def _note_crc32(
 
 def _fill(body: Body, stored: memoryview, view: memoryview, start: int, stop: int) -> None:
     out = torch.frombuffer(view, dtype=torch.uint8)
-    if body.layout is not None:
-        layout = body.layout
-        elements = torch.frombuffer(stored, dtype=_CARRIERS[layout.itemsize])
-        found = elements.as_strided(layout.shape, layout.strides).contiguous()
-        out.copy_(found.reshape(-1).view(torch.uint8)[start:stop])
+    layout, cast = body.layout, body.cast
+    itemsize = cast[1].itemsize if cast else layout.itemsize if layout else 1
+    if layout is None:
+        elements = torch.frombuffer(stored, dtype=torch.uint8)
+    else:
+        source = torch.frombuffer(stored, dtype=_CARRIERS[layout.itemsize])
+        gathered = source.as_strided(layout.shape, layout.strides).contiguous().reshape(-1)
+        elements = gathered[start // itemsize : stop // itemsize].view(torch.uint8)
+    if cast is None:
+        out.copy_(elements)
         return
-    assert body.cast is not None
-    ours, theirs = body.cast
+    ours, theirs = cast
     at = 0
     # By parts, through a little memory: ``out`` need not be aligned.
-    for part in torch.frombuffer(stored, dtype=ours).split(_CAST_ELEMENTS):
+    for part in elements.view(ours).split(_CAST_ELEMENTS):
         converted = part.to(theirs).view(torch.uint8)
         out[at : at + len(converted)] = converted
         at += len(converted)
@@ -635,22 +671,12 @@ async def readable(
     return found
 
 
-async def refuse_existing(target: Storage, keys: Sequence[str], *, overwrite: bool) -> None:
-    """Deletes older files, the first key first.
-
-    Raises:
-        ObjectExists: There are some, and ``overwrite`` is false.
-    """
-    if keys and not overwrite:
-        raise ObjectExists(
-            op="export",
-            key=keys[0],
-            backend=target.url,
-            detail="an export or a checkpoint is there already, perhaps a part of one. Export to "
-            "another place, delete it, or pass overwrite=True (on the command line --overwrite)",
-        )
-    for key in keys:
-        await target.delete([key])
+def _places(storage: Storage, keys: Iterable[str]) -> dict[str, str]:
+    """Returns a name of each key's place, by which equal ones are found, and the key. Blocks."""
+    names = {f"{storage.url}/{key}": key for key in keys}
+    if storage.capabilities.has_blocking_io:
+        return {os.path.realpath(name): key for name, key in names.items()}
+    return names
 
 
 @asynccontextmanager

@@ -38,11 +38,10 @@ from actorsnap.runtime.exporting import (
     body_of,
     opened_for_export,
     readable,
-    refuse_existing,
 )
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag
-from actorsnap.runtime.source import Source, begins_anew
+from actorsnap.runtime.source import OpenSource, Source, begins_anew
 from actorsnap.state.restore.build import resolve
 from actorsnap.state.tree import human, parent_of
 from actorsnap.storage.base import Storage
@@ -113,10 +112,11 @@ def export_hf(
         async with opened_for_export(host, source, to) as (opened, target):
 
             async def perform() -> ExportReport:
+                indexes = await _indexes(opened, call)
                 exporter = Exporter(opened, target)
                 exporters[:] = [exporter]
-                plan = await _plan(exporter, call)
-                await refuse_existing(target, await _older(target), overwrite=call.overwrite)
+                plan = await _plan(exporter, call, indexes)
+                await exporter.make_way(await _older(target), overwrite=call.overwrite)
                 async with exporter.cleaning_up():
                     return await plan.write(exporter, opened.reader.check_replaced)
 
@@ -171,13 +171,10 @@ async def _older(target: Storage) -> list[str]:
     return sorted([key for key in found if key == INDEX or _OURS.fullmatch(key)], reverse=True)
 
 
-async def _plan(exporter: Exporter, call: ExportCall) -> _Plan:
-    """Decides on all files.
-
-    Raises:
-        UsageError: The key is missing, or the format lacks a tensor; names it.
-    """
-    opened = exporter.opened
+async def _indexes(
+    opened: OpenSource, call: ExportCall
+) -> list[tuple[Index, frozenset[str] | None]]:
+    """Returns ``readable`` with the names after ``rename``."""
     change = (lambda path: path) if call.rename is None else function_of(call.rename)
 
     def names(path: str) -> bool:
@@ -185,13 +182,28 @@ async def _plan(exporter: Exporter, call: ExportCall) -> _Plan:
         return bool(new) and _name(str(new), call.key) is not None
 
     indexes = await readable(opened, names)
-    if call.rename is not None:
-        indexes = [(renamed(index, call.rename), paths) for index, paths in indexes]
+    if call.rename is None:
+        return indexes
+    return [
+        (
+            renamed(index, call.rename),
+            None if paths is None else frozenset([new for path in paths if (new := change(path))]),
+        )
+        for index, paths in indexes
+    ]
+
+
+async def _plan(
+    exporter: Exporter, call: ExportCall, indexes: Sequence[tuple[Index, frozenset[str] | None]]
+) -> _Plan:
+    """Decides on all files.
+
+    Raises:
+        UsageError: The key is missing, or the format lacks a tensor; names it.
+    """
     selection = _Selection(call, exporter.joined)
     for index, paths in indexes:
-        if paths is not None:
-            paths = frozenset([new for path in paths if (new := change(path))])
-        await opened.errands.run_blocking(selection.add, index, paths)
+        await exporter.opened.errands.run_blocking(selection.add, index, paths)
     if not selection.tensors:
         resolve(indexes[0][0].entries, call.key, indexes[0][0].held_by_other_ranks)  # raises
         raise UsageError(f"there are no tensors below the key {call.key!r}")
@@ -302,13 +314,8 @@ def _identity(entry: TensorEntry | ShardedEntry | ViewEntry) -> object:
 
 def _cast(body: Body, dtype: str, to: str) -> Body:
     ours, theirs = getattr(torch, dtype), getattr(torch, to)
-    if body.layout is not None:
-        raise UsageError(
-            f"{body.stored.path!r} shares its memory with a tensor of other strides: export "
-            "it without dtype="
-        )
     nbytes = body.nbytes // ours.itemsize * theirs.itemsize
-    return Body(body.stored, nbytes, body.skip, cast=(ours, theirs))
+    return Body(body.stored, nbytes, body.skip, body.layout, (ours, theirs))
 
 
 def _refused(path: str, what: str) -> UsageError:

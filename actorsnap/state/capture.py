@@ -355,7 +355,9 @@ class _Collector:
         if not self._refused:
             return
         lines = "\n".join(f"  {line}" for line in self._refused)
-        raise UsageError(f"{len(self._refused)} leaves of the app state cannot be saved:\n{lines}")
+        count = len(self._refused)
+        some = "a leaf" if count == 1 else f"{count} leaves"
+        raise UsageError(f"{some} of the app state cannot be saved:\n{lines}")
 
     def _container(self, path: str, container: Container) -> ContainerEntry:
         attributes = None

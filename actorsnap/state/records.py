@@ -46,7 +46,7 @@ class NamedRecord:
 
     def __repr__(self) -> str:
         fields = ", ".join([f"{name}={value!r}" for name, value in self.fields.items()])
-        return f"<{self.module}.{self.qualname}({fields})>"
+        return f"<{class_name(self.module, self.qualname)}({fields})>"
 
 
 def is_record(kind: type) -> bool:
@@ -75,6 +75,11 @@ def class_of(value: object) -> tuple[str, str]:
     if type(value) is NamedRecord:
         return value.module, value.qualname
     return type(value).__module__, type(value).__qualname__
+
+
+def class_name(module: str, qualname: str) -> str:
+    """Returns the name for people, without the control characters that a snapshot may put there."""
+    return repr(f"{module}.{qualname}")[1:-1]
 
 
 def fields_of(value: object) -> dict[str, Any] | None:
@@ -123,7 +128,7 @@ class Rebuild:
         if kind is None:
             if not self.is_strict:
                 return None
-            return f"is a {module}.{qualname}, which is not in allowed_types"
+            return f"is a {class_name(module, qualname)}, which is not in allowed_types"
         names = set(names)
         if issubclass(kind, Enum):
             known, needed = {"name", "value"}, {"value" if issubclass(kind, Flag) else "name"}
@@ -145,7 +150,7 @@ class Rebuild:
             told.append(f"has {_listed(further)}, which {qualname} lacks")
         if lacking := sorted(needed - names):
             told.append(f"lacks {_listed(lacking)}, which {qualname} needs")
-        return f"is a {module}.{qualname} and {' and '.join(told)}" if told else None
+        return f"is a {class_name(module, qualname)} and {' and '.join(told)}" if told else None
 
     def record(self, module: Any, qualname: Any, fields: dict[str, Any]) -> object:
         """Returns an instance of an allowed class, else a ``NamedRecord``.
@@ -169,7 +174,8 @@ class Rebuild:
         except Exception as error:
             text = f"{type(error).__name__}: {text_of(error)}"
             raise UsageError(
-                f"is a {module}.{qualname}, which cannot be rebuilt from the saved fields ({text})"
+                f"is a {class_name(module, qualname)}, which cannot be rebuilt from the saved "
+                f"fields ({text})"
             ) from error
 
 
@@ -209,5 +215,5 @@ def _member(kind: type[Enum], fields: dict[str, Any]) -> Enum:
     name = fields["name"]
     member = kind.__members__.get(name) if type(name) is str else None
     if member is None:
-        raise ValueError(f"there is no {kind.__qualname__}.{name!s:.80}")
+        raise ValueError(f"there is no {kind.__qualname__} named {name!r:.80}")
     return member

@@ -142,6 +142,16 @@ async def test_rename_and_keys_below(tmp_path: Path) -> None:
     assert not (tmp_path / "c").exists()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+async def test_casts_of_views(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Of one memory, with different strides; larger than what is converted at a time."""
+    whole = torch.randn(600, 700)
+    state = {"whole": whole, "turned": whole.t(), "part": whole[1:9:2, 3:5]}
+    snapshot = await Snapshot.take(tmp_path / "s", {"model": StateDict(state)})
+    await snapshot.export_hf(tmp_path / "hf", dtype=dtype)
+    assert_same(exported(tmp_path / "hf"), {k: v.to(dtype) for k, v in state.items()})
+
+
 async def test_another_format_is_exported(tmp_path: Path) -> None:
     state = {f"w{n}": torch.randn(30_000) for n in range(6)}
     (tmp_path / "repo").mkdir()

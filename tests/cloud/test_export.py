@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from actorsnap import ChecksumMismatch, Options, StateDict
+from actorsnap import ChecksumMismatch, Options, StateDict, UsageError
 from actorsnap import Snapshot as AsyncSnapshot
 from actorsnap.interop.exports import export_torch
 from actorsnap.storage.base import StorageContext
@@ -104,8 +104,14 @@ def test_s3_joins_and_casts_by_streaming(s3: Any, tmp_path: Path) -> None:
     found = again.get_state_dict_for_key("model")
     assert all(torch.equal(found[n], t.half()) for n, t in tensors.items())
     export_torch(again, f"{url}/x.pt", key="model", storage_options=options)
-    far = Snapshot(f"{url}/x.pt", storage_options=options).get_state_dict_for_key("model")
-    assert all(torch.equal(far[n], t.half()) for n, t in tensors.items())
+    file = Snapshot(f"{url}/x.pt", storage_options=options)
+    report = file.export_hf(f"{url}/again", storage_options=options)
+    assert report.copied_bytes > 0
+    for far in (file, Snapshot(f"{url}/again", storage_options=options)):
+        found = far.get_state_dict_for_key("model")
+        assert all(torch.equal(found[n], t.half()) for n, t in tensors.items())
+    with pytest.raises(UsageError, match="is part of what is exported"):
+        again.export_hf(f"{url}/hf", storage_options=options, overwrite=True)
     again.export_hf(tmp_path / "hf")
     near_again = load_file(tmp_path / "hf" / "model.safetensors")
     assert all(torch.equal(near_again[n], t.half()) for n, t in tensors.items())

@@ -6,13 +6,14 @@ import datetime
 import warnings
 import zipfile
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
@@ -208,3 +209,51 @@ def test_what_opens_the_file_is_written_last(tmp_path: Path, kind: str) -> None:
             load_file(tmp_path / "out" / "model.safetensors")
     assert done[-3:] == ["release", "write_at", "complete"]
     assert len(done) > 3
+
+
+@pytest.mark.parametrize("name", ["old.pt", "old.safetensors"])
+def test_a_file_is_exported(tmp_path: Path, name: str) -> None:
+    """Its data is in the file's folder, not below its URL."""
+    state = {"w": torch.randn(300, 300), "b": torch.arange(5)}
+    if name == "old.pt":
+        torch.save(state, tmp_path / name)
+    else:
+        save_file(state, tmp_path / name)
+    snapshot = sync.Snapshot(tmp_path / name)
+    snapshot.export_hf(tmp_path / "hf")
+    found = load_file(tmp_path / "hf" / "model.safetensors")
+    assert_same({name: found[name] for name in state}, state)
+    export_torch(snapshot, tmp_path / "new.pt", key="model")
+    found = torch.load(tmp_path / "new.pt", weights_only=True)
+    assert_same({name: found[name] for name in state}, state)
+    export_dcp(snapshot, tmp_path / "dcp", key="model")
+    target = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    load(target, checkpoint_id=tmp_path / "dcp")
+    assert_same(target, state)
+
+
+def test_what_is_exported_is_not_deleted(tmp_path: Path) -> None:
+    state = {"w": torch.randn(300, 300)}
+    sync.Snapshot.take(tmp_path / "s", {"model": StateDict(state)})
+    torch.save(state, tmp_path / "old.pt")
+    save({"model": state}, checkpoint_id=tmp_path / "dcp")
+    (tmp_path / "hf").mkdir()
+    save_file(state, tmp_path / "hf" / "model.safetensors")
+    (tmp_path / "link").symlink_to("hf")
+    hf, dcp, file = (sync.Snapshot(tmp_path / name) for name in ("hf", "dcp", "old.pt"))
+    own = sync.Snapshot(tmp_path / "s")
+    calls: list[Callable[[], object]] = [
+        lambda: hf.export_hf(tmp_path / "hf", overwrite=True),
+        lambda: hf.export_hf(tmp_path / "link", overwrite=True),
+        lambda: sync.Snapshot(tmp_path / "link").export_hf(tmp_path / "hf", overwrite=True),
+        lambda: export_dcp(dcp, tmp_path / "dcp", overwrite=True),
+        lambda: export_torch(file, tmp_path / "old.pt", overwrite=True),
+        lambda: export_torch(own, tmp_path / "s" / "actorsnap.json", overwrite=True),
+    ]
+    for call in calls:
+        with pytest.raises(UsageError, match="is part of what is exported"):
+            call()
+    for each in (hf, dcp, file, own):
+        assert_same(each.get_state_dict_for_key("model"), state)
+    export_torch(file, tmp_path / "new.pt")
+    export_torch(file, tmp_path / "new.pt", overwrite=True)  # a neighbour is another file

@@ -171,12 +171,13 @@ def straight_wide(folder: Path) -> Any:
 
 
 def half_written(folder: Path) -> Any:
-    """Newer folders that are not whole: without commit, truncated, and one of the Trainer's own."""
+    """Newer folders that are not whole: without commit, truncated, one of the Trainer's own, and
+    one of which only the commit is missing."""
     trainer(ActorsnapTrainer, folder).train()
     good = folder / "checkpoint-6"
     for step in (9, 12):
         shutil.rmtree(folder / f"checkpoint-{step}")
-    for step in (7, 8):
+    for step in (7, 8, 10):
         shutil.copytree(good, folder / f"checkpoint-{step}")
     (folder / "checkpoint-7" / "actorsnap.json").unlink()
     (folder / "checkpoint-7" / "trainer_state.json").unlink()
@@ -184,8 +185,9 @@ def half_written(folder: Path) -> Any:
     os.truncate(data, data.stat().st_size - 1)
     (folder / "checkpoint-9").mkdir()
     (folder / "checkpoint-9" / "model.safetensors").write_bytes(b"")
+    (folder / "checkpoint-10" / "actorsnap.json").unlink()
     refused = {}
-    for step in (7, 8, 9):
+    for step in (7, 8, 9, 10):
         made = trainer(ActorsnapTrainer, folder)
         try:
             made.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))

@@ -324,7 +324,7 @@ def _record(kind: str, **fields: Any) -> NamedRecord:
         (_record("Config", a=1, b=2), "has the fields 'a', 'b', .*lacks the field 'lr'"),
         (_record("Point", y=1), "lacks the field 'x', which Point needs"),
         (_record("Point", x=1, z=1), "has the field 'z'"),
-        (_record("Phase", name="COLD"), "ValueError: there is no Phase.COLD"),
+        (_record("Phase", name="COLD"), "ValueError: there is no Phase named .COLD"),
         (_record("Phase", name=["HOT"]), "there is no Phase"),
         (_record("Phase", value=1), "lacks the field 'name'"),
         (_record("Phase", name="HOT", lr=1), "has the field 'lr'"),
@@ -361,6 +361,15 @@ def test_all_classes_that_are_not_allowed_are_named_before_any_code_of_them_runs
     assert text.startswith("3 records cannot be rebuilt. Pass the classes in options=Options(allo")
     for line in ("'s/v/a' is a {}.Config", "'s/v/b' is a {}.Phase", "'s/v/c' is a {}.Point"):
         assert line.format(__name__) in text
+
+
+@pytest.mark.parametrize("record", [_record("\x1b[2J\n", x=1), _record("Phase", name="\x1b[2J\n")])
+def test_names_in_a_snapshot_do_not_control_a_terminal(record: NamedRecord) -> None:
+    with pytest.raises(UsageError, match="'s/v' is a ") as caught:
+        back(store({"v": record}), Rebuild.of([Phase], is_strict=True))
+    for text in (str(caught.value), repr(record)):
+        assert "\x1b" not in text
+        assert "\\x1b[2J\\n" in text
 
 
 # Forged values --------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from actorsnap.format.manifest import (
 from actorsnap.planning.index import AnyEntry, Elsewhere, ShardedEntry
 from actorsnap.state import objects
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
-from actorsnap.state.records import HINT, Rebuild
+from actorsnap.state.records import HINT, Rebuild, class_name
 from actorsnap.state.restore.aliasing import TARGET_TYPES, Target
 from actorsnap.state.restore.checks import (
     NUMPY_KINDS,
@@ -571,7 +571,7 @@ def _refuse_classes(entries: Iterable[AnyEntry], rebuild: Rebuild) -> None:
         if type(encoded) in (dict, list):
             for module, qualname in objects.classes_in(encoded):
                 if (module, qualname) not in rebuild.types:
-                    lines.append(f"{entry.path!r} is a {module}.{qualname}")
+                    lines.append(f"{entry.path!r} is a {class_name(module, qualname)}")
     if lines:
         _refuse([f"{line}, which is not in allowed_types" for line in dict.fromkeys(lines)])
 
@@ -579,7 +579,8 @@ def _refuse_classes(entries: Iterable[AnyEntry], rebuild: Rebuild) -> None:
 def _refuse(lines: Sequence[str]) -> NoReturn:
     shown = "\n".join([f"  {line}" for line in lines[:_MAX_LINES]])
     further = f"\n  and {len(lines) - _MAX_LINES} more" if len(lines) > _MAX_LINES else ""
-    raise UsageError(f"{len(lines)} records cannot be rebuilt. {HINT}:\n{shown}{further}")
+    some = "a record" if len(lines) == 1 else f"{len(lines)} records"
+    raise UsageError(f"{some} cannot be rebuilt. {HINT}:\n{shown}{further}")
 
 
 def _add_missing(found: Match) -> None:
