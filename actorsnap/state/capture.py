@@ -248,7 +248,7 @@ def _glob_regex(glob: str) -> str:
     return "".join(pieces)
 
 
-class _Group(NamedTuple):
+class _RankGroup(NamedTuple):
     """Global ranks, those of them that save together, as numbers in that group, and a digest."""
 
     ranks: tuple[int, ...]
@@ -275,7 +275,7 @@ class _Collector:
         self._step = step if is_regular else None
         self._numbers = {global_rank: number for number, global_rank in enumerate(ranks)}
         self._everybody = tuple(range(len(ranks)))
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _RankGroup] = {}
         self._attributes = attributes
         self._describer = Describer()
         self._globs = globs if globs.patterns else None
@@ -581,7 +581,7 @@ class _Collector:
         """Returns the group ranks of global ranks, rising; None means all."""
         return self._everybody if ranks is None else self._group(ranks).members
 
-    def _group(self, ranks: tuple[int, ...]) -> _Group:
+    def _group(self, ranks: tuple[int, ...]) -> _RankGroup:
         """Describes ranks once: the tensors of a mesh share the tuple.
 
         By identity, because the hash of thousands of ranks takes longer than all else of a tensor.
@@ -590,7 +590,7 @@ class _Collector:
         if found is None:
             numbers = self._numbers
             members = tuple(sorted([numbers[rank] for rank in ranks if rank in numbers]))
-            found = self._groups[id(ranks)] = _Group(ranks, members, ranks_digest(ranks))
+            found = self._groups[id(ranks)] = _RankGroup(ranks, members, ranks_digest(ranks))
         return found
 
     def _add_replica(

@@ -29,7 +29,7 @@ _TAIL_BYTES = _END.size + _LOCATOR_64.size + _END_64.size + _MAX_COMMENT_BYTES
 _IN_64 = 0xFFFFFFFF
 
 
-class Record(msgspec.Struct, frozen=True):
+class ZipRecord(msgspec.Struct, frozen=True):
     """A record: ``size`` bytes from ``start`` on.
 
     Attributes:
@@ -68,7 +68,7 @@ def answered_from(data: bytes, reading: Reading[T]) -> T:
 
 def read_directory(
     size: int, key: str, tail_bytes: int = _TAIL_BYTES
-) -> Reading[dict[str, Record]]:
+) -> Reading[dict[str, ZipRecord]]:
     """Returns the records of a zip file of ``size`` bytes by name, with ``start`` still unknown.
 
     Args:
@@ -106,8 +106,8 @@ def read_directory(
         raise FormatError(key=key, detail=f"its zip directory is damaged: {error}") from error
 
 
-def _parse(directory: bytes, count: int, key: str) -> dict[str, Record]:
-    records: dict[str, Record] = {}
+def _parse(directory: bytes, count: int, key: str) -> dict[str, ZipRecord]:
+    records: dict[str, ZipRecord] = {}
     at = 0
     for _ in range(count):
         fields = _MEMBER.unpack_from(directory, at)
@@ -123,7 +123,7 @@ def _parse(directory: bytes, count: int, key: str) -> dict[str, Record]:
         packing = "encrypted" if flags & 1 else "compressed" if method or stored != size else ""
         if name in records:
             raise FormatError(key=key, detail=f"two records have the name {name!r:.200}")
-        records[name] = Record(name, header, size, packing=packing)
+        records[name] = ZipRecord(name, header, size, packing=packing)
     return records
 
 
@@ -142,7 +142,7 @@ def _wide(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, 
     return size, stored, header
 
 
-def locate(record: Record, file_size: int, key: str) -> Reading[Record]:
+def locate(record: ZipRecord, file_size: int, key: str) -> Reading[ZipRecord]:
     """Returns a record with its ``start``, which only its local header tells.
 
     Raises:
