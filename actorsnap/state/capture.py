@@ -31,7 +31,7 @@ from actorsnap.format.owners import Grid, Layout
 from actorsnap.log import Log
 from actorsnap.planning.inventory import Sharded, ranks_digest
 from actorsnap.planning.packing import Item
-from actorsnap.state import devices, objects, sharing
+from actorsnap.state import devices, objects, sharing, xla_shards
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.distributed import (
     Describer,
@@ -299,6 +299,7 @@ class _Collector:
         paths, values = flatten(root, state)
         parts = self._parts
         globs = self._globs
+        may_be_global = xla_shards.is_loaded()
         for path, value in zip(paths, values, strict=True):
             kind = type(value)
             replicated = are_replicated or (
@@ -312,7 +313,8 @@ class _Collector:
                     is_common = replicated and not replica.rank_zero_wins
                     if not is_common and self._add_replica(path, value, replica, members):
                         continue
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
+            is_plain = kind is torch.Tensor or kind is torch.nn.Parameter
+            if is_plain and not (may_be_global and xla_shards.is_global(value)):
                 self._add_tensor(path, value, replicated)  # type: ignore[arg-type]
             elif kind in _INLINE:
                 self._add_value(path, value, replicated)
@@ -538,6 +540,8 @@ class _Collector:
                 )
             )
         for piece in whole.pieces:
+            if not piece.is_stored:
+                continue
             item = Item(
                 path,
                 whole.dtype,
