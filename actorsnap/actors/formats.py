@@ -23,7 +23,7 @@ from actorsnap.format.manifest import Commit, RankManifest
 from actorsnap.format.tables import check_disjoint, check_foreign_manifest
 from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, for_each
-from actorsnap.storage.joined import JoinedStorage, Piece
+from actorsnap.storage.joined import JoinedStorage, KeyRange
 
 logger = Log(__name__)
 
@@ -153,7 +153,7 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
 
     format: str
     manifests: tuple[RankManifest, ...]
-    joined: Mapping[str, tuple[Piece, ...]] = {}
+    joined: Mapping[str, tuple[KeyRange, ...]] = {}
     metadata: dict[str, Any] = {}
     step: int | None = None
 
@@ -178,7 +178,7 @@ class OpenForeign(msgspec.Struct, frozen=True, kw_only=True):
     manifests: tuple[RankManifest, ...]
     files: Mapping[str, ObjectInfo]
     file: str
-    joined: Mapping[str, tuple[Piece, ...]]
+    joined: Mapping[str, tuple[KeyRange, ...]]
 
     def over(self, storage: Storage) -> Storage:
         """Returns the storage of the manifests' objects."""

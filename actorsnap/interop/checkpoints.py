@@ -34,6 +34,34 @@ _FILES = (".ckpt", ".pt", ".pth")
 _ALL = "all"
 
 
+class Held:
+    """Any state, as a stateful."""
+
+    def __init__(self, state: Any = None) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict
+
+
+def read_whole(snapshot: sync.Snapshot) -> dict[str, Any]:
+    """Returns the states of a snapshot by key, as rank 0 sees them, in new CPU memory.
+
+    Tensors that share memory, also those of several keys, do so again. Waits for no other rank.
+
+    Raises:
+        ActorSnapError: See ``Snapshot.restore``.
+    """
+    found = Held()
+    everything = {_ALL: found}  # as one stateful: sharing ends at a key
+    snapshot.restore(everything, rename=lambda path: f"{_ALL}/{path}", group=Group.of_one())
+    states: dict[str, Any] = found.state
+    return states
+
+
 class Checkpoints:
     """Saves checkpoints in the background, one at a time, and removes old ones afterwards.
 
@@ -81,7 +109,7 @@ class Checkpoints:
         try:
             self.pending = sync.Snapshot.async_take(
                 self._path,
-                {key: _Held(state) for key, state in checkpoint.items()},
+                {key: Held(state) for key, state in checkpoint.items()},
                 overwrite=True,
                 step=step if type(step) is int and step >= 0 else None,
                 storage_options=self._storage_options,
@@ -196,28 +224,10 @@ def latest(
     return os.path.join(url, max(times, key=times.__getitem__)) if times else None
 
 
-class _Held:
-    """Any state, as a stateful."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.state = state_dict
-
-
 def _read(
     path: str, storage_options: Mapping[str, Any] | None, options: Options | None
 ) -> dict[str, Any]:
-    snapshot = sync.Snapshot(path, storage_options=storage_options, options=options)
-    found = _Held()
-    # As one stateful: tensors that share memory across keys do so again.
-    snapshot.restore({_ALL: found}, rename=lambda each: f"{_ALL}/{each}", group=Group.of_one())
-    checkpoint: dict[str, Any] = found.state
-    return checkpoint
+    return read_whole(sync.Snapshot(path, storage_options=storage_options, options=options))
 
 
 def _make_way(path: str) -> None:

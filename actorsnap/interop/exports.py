@@ -31,7 +31,13 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.interop.torch_archives import Archive, Storage, Tensor, check_plain, not_plain
+from actorsnap.interop.torch_archives import (
+    ArchiveParts,
+    SharedBytes,
+    TensorStub,
+    check_plain,
+    not_plain,
+)
 from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry
 from actorsnap.planning.renaming import Rename, function_of, renamed
 from actorsnap.planning.shards import Shard, Shards
@@ -57,7 +63,7 @@ from actorsnap.state.restore.build import prepare
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.sources import HostMemory
 from actorsnap.state.tree import escape
-from actorsnap.storage.base import Storage as Place
+from actorsnap.storage.base import Storage
 from actorsnap.storage.registry import folder_and_name
 
 T = TypeVar("T")
@@ -147,11 +153,11 @@ def export_torch(
     to = make_location(folder[0], storage_options)
     name = folder[1]
 
-    async def older(target: Place) -> list[str]:
+    async def older(target: Storage) -> list[str]:
         return [info.key async for info in target.list(name) if info.key == name]
 
     def lay_out(state: object) -> _Files:
-        return _Files([OutFile(name, Archive(state).parts, "last")])
+        return _Files([OutFile(name, ArchiveParts(state).parts, "last")])
 
     return _run(snapshot, to, call, older, lay_out, name="export_torch", progress=progress)
 
@@ -206,7 +212,7 @@ def export_dcp(
     """
     call = _Call(key=key, rename=rename, overwrite=overwrite)
 
-    async def older(target: Place) -> list[str]:
+    async def older(target: Storage) -> list[str]:
         keys = [info.key async for info in target.list("") if "/" not in info.key]
         return sorted([k for k in keys if k == _METADATA or k.endswith(".distcp")])
 
@@ -227,7 +233,7 @@ def _run(
     snapshot: SnapshotHandle,
     to: Location,
     call: _Call,
-    older: Callable[[Place], Awaitable[list[str]]],
+    older: Callable[[Storage], Awaitable[list[str]]],
     lay_out: Callable[[Any], _Files],
     *,
     name: str,
@@ -275,7 +281,7 @@ def _run(
     return run_async(whole)
 
 
-class ShardedTensor(msgspec.Struct, frozen=True, eq=False):
+class ShardedStub(msgspec.Struct, frozen=True, eq=False):
     """Stands for a tensor in a state that is written shard by shard."""
 
     index: Index
@@ -283,7 +289,7 @@ class ShardedTensor(msgspec.Struct, frozen=True, eq=False):
 
 
 async def _state(opened: OpenSource, call: _Call, *, keeps_shards: bool) -> tuple[Any, int]:
-    """Returns what to export, with ``Tensor`` for tensors, and the number of these.
+    """Returns what to export, with ``TensorStub`` for tensors, and the number of these.
 
     Raises:
         UsageError: The key is missing, or a leaf is no plain value.
@@ -337,7 +343,7 @@ class _Stubs:
 
     def __init__(self, *, keeps_shards: bool) -> None:
         self._keeps_shards = keeps_shards
-        self._storages: dict[tuple[int, str], Storage] = {}
+        self._storages: dict[tuple[int, str], SharedBytes] = {}
         self.count = 0
 
     async def replaced(
@@ -373,14 +379,14 @@ class _Stubs:
             base, strides, offset = by_path.get(entry.of), entry.strides, entry.offset
         if isinstance(base, ShardedEntry) and self._keeps_shards:
             StoredBytes.of(index, base)  # raises
-            return ShardedTensor(index, base)
+            return ShardedStub(index, base)
         if not isinstance(base, TensorEntry | ShardedEntry):
             raise not_plain(entry.path, "view of something else")
         place = id(index), base.path
         if place not in self._storages:
             stored = StoredBytes.of(index, base)
-            self._storages[place] = Storage(Body(stored, stored.nbytes), base.dtype)
-        return Tensor(
+            self._storages[place] = SharedBytes(Body(stored, stored.nbytes), base.dtype)
+        return TensorStub(
             storage=self._storages[place],
             dtype=entry.dtype,
             shape=entry.shape,
@@ -429,7 +435,7 @@ def _lay_out_dcp(state: Any) -> _Files:
 
     if not isinstance(state, dict):
         raise UsageError(f"DCP saves dicts, and this key's state is a {type(state).__name__}")
-    stubs: dict[int, Tensor | ShardedTensor] = {}
+    stubs: dict[int, TensorStub | ShardedStub] = {}
     try:
         flat, names = flatten_state_dict(_with_tensors(state, stubs))
     except ValueError as error:
@@ -450,7 +456,7 @@ def _lay_out_dcp(state: Any) -> _Files:
             continue
         chunks: list[ChunkStorageMetadata] = []
         for number, (box, tensor) in enumerate(_chunks(stub)):
-            archive = Archive(tensor)
+            archive = ArchiveParts(tensor)
             offsets, sizes = torch.Size(box.offsets), torch.Size(box.sizes)
             chunks.append(ChunkStorageMetadata(offsets, sizes))
             place = _StorageInfo(*blobs.add(archive.parts, archive.nbytes))
@@ -468,10 +474,10 @@ def _lay_out_dcp(state: Any) -> _Files:
     return _Files(blobs.files(), {_METADATA: pickle.dumps(metadata)})
 
 
-def _with_tensors(value: Any, stubs: dict[int, Tensor | ShardedTensor]) -> Any:
+def _with_tensors(value: Any, stubs: dict[int, TensorStub | ShardedStub]) -> Any:
     """Puts tensors without data where stubs are: DCP's names depend on what is a tensor."""
-    if isinstance(value, Tensor | ShardedTensor):
-        entry = value if isinstance(value, Tensor) else value.entry
+    if isinstance(value, TensorStub | ShardedStub):
+        entry = value if isinstance(value, TensorStub) else value.entry
         tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="meta")
         stubs[id(tensor)] = value
         return tensor
@@ -482,16 +488,16 @@ def _with_tensors(value: Any, stubs: dict[int, Tensor | ShardedTensor]) -> Any:
     return value
 
 
-def _chunks(stub: Tensor | ShardedTensor) -> list[tuple[Box, Tensor]]:
+def _chunks(stub: TensorStub | ShardedStub) -> list[tuple[Box, TensorStub]]:
     """Returns the stored boxes of a tensor, each as a tensor of its own."""
-    if isinstance(stub, Tensor):
+    if isinstance(stub, TensorStub):
         # Only what it has of memory that it shares.
         itemsize = dtype_itemsize(stub.dtype) or 1
         nbytes = extent_bytes(stub.shape, stub.strides, itemsize)
         body = Body(stub.storage.body.stored, nbytes, stub.offset)
         alone = msgspec.structs.replace(
             stub,
-            storage=Storage(body, stub.dtype),
+            storage=SharedBytes(body, stub.dtype),
             offset=0,
             is_parameter=False,
             requires_grad=False,
@@ -504,9 +510,9 @@ def _chunks(stub: Tensor | ShardedTensor) -> list[tuple[Box, Tensor]]:
         nbytes = prod(box.sizes) * (dtype_itemsize(entry.dtype) or 1)
         shards = Shards.of([Shard(Box.whole((nbytes,)), entry.shards.data(number))])
         body = Body(StoredBytes(stub.index, entry.path, shards, (nbytes,)), nbytes)
-        storage = Storage(body, entry.dtype)
+        storage = SharedBytes(body, entry.dtype)
         strides = c_strides(box.sizes)
-        tensor = Tensor(storage, entry.dtype, box.sizes, strides, 0, False, False)
+        tensor = TensorStub(storage, entry.dtype, box.sizes, strides, 0, False, False)
         found.append((box, tensor))
     return found
 

@@ -17,15 +17,13 @@ import torch
 
 from actorsnap import sync
 from actorsnap.errors import UsageError
+from actorsnap.interop.checkpoints import Held, read_whole
 from actorsnap.interop.formats.describing import DEFAULT_KEY
 from actorsnap.interop.formats.pickles import TorchMark, top_level
 from actorsnap.options import Options
 from actorsnap.state.process_group import Group
 
 __all__ = ["load", "save"]
-
-_ALL = "all"
-"""The key of everything in a ``load``."""
 
 MapLocation: TypeAlias = str | torch.device | Callable[[Any, str], Any] | None
 
@@ -67,7 +65,7 @@ def save(
     states = top_level(obj)
     sync.Snapshot.take(
         path,
-        {key: _Held(state) for key, state in states.items()},
+        {key: Held(state) for key, state in states.items()},
         overwrite=True,
         metadata=TorchMark.of(obj, states).metadata(),
         storage_options=storage_options,
@@ -115,30 +113,13 @@ def load(
         _check_path(f, "load"), storage_options=storage_options, options=options
     )
     mark = TorchMark.find(snapshot.metadata) or TorchMark()
-    found = _Held()
+    state: Any = read_whole(snapshot)
     if mark.whole:
-        snapshot.restore({DEFAULT_KEY: found}, group=Group.of_one())
+        state = state[DEFAULT_KEY]
     else:
-        # As one key: tensors of several that share memory then do so again.
-        everything = {_ALL: found}
-        snapshot.restore(everything, rename=lambda path: f"{_ALL}/{path}", group=Group.of_one())
-        keys = mark.keys or tuple(found.state)
-        ordered = [(key, found.state[key]) for key in keys]
-        found.state = OrderedDict(ordered) if mark.ordered else dict(ordered)
-    return found.state if mover is None else mover.moved(found.state)
-
-
-class _Held:
-    """Any state, as a stateful."""
-
-    def __init__(self, state: Any = None) -> None:
-        self.state = state
-
-    def state_dict(self) -> Any:
-        return self.state
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        self.state = state_dict
+        ordered = [(key, state[key]) for key in mark.keys or state]
+        state = OrderedDict(ordered) if mark.ordered else dict(ordered)
+    return state if mover is None else mover.moved(state)
 
 
 def _check_path(f: Any, name: str) -> str:

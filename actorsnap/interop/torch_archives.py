@@ -39,17 +39,17 @@ _PLAIN = frozenset({bool, int, float, complex, str, bytes, bytearray, type(None)
 _DICTS = (dict, OrderedDict, Counter)
 
 
-class Storage(msgspec.Struct, frozen=True, eq=False):
+class SharedBytes(msgspec.Struct, frozen=True, eq=False):
     """Bytes that tensors of a file share; ``dtype`` is torch's."""
 
     body: Body
     dtype: str
 
 
-class Tensor(msgspec.Struct, frozen=True, eq=False):
+class TensorStub(msgspec.Struct, frozen=True, eq=False):
     """Stands for a tensor in a state; strides in elements, ``offset`` in bytes."""
 
-    storage: Storage
+    storage: SharedBytes
     dtype: str
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -61,7 +61,7 @@ class Tensor(msgspec.Struct, frozen=True, eq=False):
 def check_plain(value: object, path: str) -> None:
     """Raises ``UsageError`` if a value is none that ``weights_only`` admits; names its path."""
     kind = type(value)
-    if kind in _PLAIN or kind is Tensor:
+    if kind in _PLAIN or kind is TensorStub:
         return
     if kind in _DICTS:
         assert isinstance(value, Mapping)
@@ -83,7 +83,7 @@ def not_plain(path: str, what: str) -> UsageError:
     )
 
 
-class Archive:
+class ArchiveParts:
     """A zip file of ``torch.save``, as parts.
 
     Args:
@@ -96,7 +96,7 @@ class Archive:
         # Name, CRC-32 or body, size and place of each record.
         self._records: list[tuple[bytes, int | Body, int, int]] = []
         out = io.BytesIO()
-        pickler = _Pickler(out)
+        pickler = _StatePickler(out)
         pickler.dump(state)
         self._add("data.pkl", out.getvalue())
         self._add(".format_version", b"1")
@@ -218,12 +218,12 @@ def _length(part: Part) -> int:
     return part.size if isinstance(part, Late) else part.nbytes
 
 
-class _Pickler(pickle.Pickler):
+class _StatePickler(pickle.Pickler):
     """Collects ``storages`` and names them by their number, as ``torch.save`` does."""
 
     def __init__(self, out: io.BytesIO) -> None:
         super().__init__(out, protocol=2)
-        self.storages: list[Storage] = []
+        self.storages: list[SharedBytes] = []
         self._numbers: dict[int, int] = {}
 
     def persistent_id(self, value: object) -> tuple[object, ...] | None:
@@ -242,7 +242,7 @@ class _Pickler(pickle.Pickler):
         return "storage", value.kind, str(number), "cpu", nbytes // itemsize
 
     def reducer_override(self, value: Any) -> Any:
-        if not isinstance(value, Tensor):
+        if not isinstance(value, TensorStub):
             return NotImplemented
         dtype: torch.dtype = getattr(torch, value.dtype)
         names = torch.storage._dtype_to_storage_type_map()
@@ -265,13 +265,13 @@ class _Pickler(pickle.Pickler):
         return torch._utils._rebuild_parameter, (found, value.requires_grad, hooks)
 
     @staticmethod
-    def _needs(value: Tensor) -> bool:
+    def _needs(value: TensorStub) -> bool:
         """A parameter needs a gradient itself, not its data."""
         return value.requires_grad and not value.is_parameter
 
 
 class _Reference(msgspec.Struct, frozen=True, eq=False):
-    storage: Storage
+    storage: SharedBytes
     kind: Any
 
 

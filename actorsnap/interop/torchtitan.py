@@ -222,7 +222,7 @@ class LazyStager:
         """torchtitan closes its stager."""
 
 
-class _Staging(concurrent.futures.Future[None]):
+class _StagingFuture(concurrent.futures.Future[None]):
     """Ends when the optimizers may step."""
 
     def __init__(self, save: Save) -> None:
@@ -250,7 +250,7 @@ def async_save(
         return dcp.async_save(state_dict, storage_writer=writer)
     saving, outcome = begin_save(writer, state_dict, trained=async_stager.trained)
     response: Any = AsyncSaveResponse
-    return response(staging_completion=_Staging(saving), upload_completion=outcome)
+    return response(staging_completion=_StagingFuture(saving), upload_completion=outcome)
 
 
 def load(state_dict: dict[str, Any], *, checkpoint_id: str) -> None:

@@ -35,7 +35,7 @@ class Shard(msgspec.Struct, frozen=True, gc=False):
     is_disputed: bool = False
 
 
-class Cut:
+class TensorCut:
     """The boxes of a tensor, in the order of its shards. Equal only to itself."""
 
     def __init__(self, boxes: Iterable[Box]) -> None:
@@ -114,7 +114,7 @@ class Shards(Sequence[Shard]):
 
     __slots__ = ("columns", "cut", "disputed")
 
-    def __init__(self, cut: Cut, columns: Columns, disputed: Collection[int] = ()) -> None:
+    def __init__(self, cut: TensorCut, columns: Columns, disputed: Collection[int] = ()) -> None:
         self.cut = cut
         self.columns = columns
         self.disputed = frozenset(disputed)
@@ -122,7 +122,7 @@ class Shards(Sequence[Shard]):
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> Shards:
         return cls(
-            Cut([shard.box for shard in shards]),
+            TensorCut([shard.box for shard in shards]),
             Columns.of([shard.data for shard in shards]),
             [number for number, shard in enumerate(shards) if shard.is_disputed],
         )
@@ -191,7 +191,7 @@ class ShardTable:
         self._ranks: list[tuple[int, int]] = []
         self._num_own = 0
         self._paths = _Numbers()
-        # Boxes, with what shards of one tensor have in common.
+        # Cut, with what shards of one tensor have in common.
         self._places = _Numbers()
         # A value per shard; per checksum.
         self._path, self._place, self._object = array("I"), array("I"), array("I")
@@ -265,12 +265,12 @@ class ShardTable:
         columns = self._columns(order)
         ends = self._ends
         num_own = np.bincount(self._path[: self._num_own], minlength=len(ends)).tolist()
-        cuts: dict[bytes, Cut] = {}
+        cuts: dict[bytes, TensorCut] = {}
 
-        def cut_of(numbers: Sequence[int]) -> Cut:
+        def cut_of(numbers: Sequence[int]) -> TensorCut:
             key = array("I", numbers).tobytes()
             if key not in cuts:
-                cuts[key] = Cut([self._boxes[number] for number in numbers])
+                cuts[key] = TensorCut([self._boxes[number] for number in numbers])
             return cuts[key]
 
         found: dict[str, Shards] = {}
@@ -349,7 +349,7 @@ def _join(
     numbers: Sequence[int],
     columns: Columns,
     num_own: int,
-    cut_of: Callable[[Sequence[int]], Cut],
+    cut_of: Callable[[Sequence[int]], TensorCut],
     shape: tuple[int, ...],
 ) -> Shards:
     """Joins the shards of a path.

@@ -74,7 +74,7 @@ class Configure(msgspec.Struct, frozen=True, array_like=True, tag="v"):
     duty: float | None = None
 
 
-class Place(msgspec.Struct, frozen=True, array_like=True):
+class SentLocation(msgspec.Struct, frozen=True, array_like=True):
     """See ``runtime.location.Location``."""
 
     display_url: str
@@ -96,7 +96,7 @@ class BeginSave(_SaveFrame, frozen=True, tag="s"):
     digest: bytes
     structure: Structure | None
     values: list[tuple[int, bytes]]
-    place: Place
+    place: SentLocation
     options: bytes
     left_s: float
     budget_bytes: int
@@ -119,8 +119,8 @@ class BeginCopy(_SaveFrame, frozen=True, tag="C"):
         is_paced: By the duty of ``Configure``.
     """
 
-    source: Place
-    to: Place
+    source: SentLocation
+    to: SentLocation
     options: bytes
     is_paced: bool
 

@@ -38,7 +38,7 @@ from actorsnap.options import chunk_within
 from actorsnap.planning.assembly import Assembly, Fragment, Origin, Write
 from actorsnap.planning.index import Index, ShardedEntry, Wants, ancestors, named_ranks
 from actorsnap.planning.restore import BoxPlan, BoxRead, only_run, plan_boxes
-from actorsnap.planning.shards import Cut, Shard, Shards
+from actorsnap.planning.shards import Shard, Shards, TensorCut
 from actorsnap.runtime.copy_claim import naming_side
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.location import Location
@@ -103,7 +103,7 @@ class StoredBytes:
         itemsize = dtype_itemsize(entry.dtype) or 1
         shards = entry.shards
         boxes = [Box((*box.offsets, 0), (*box.sizes, itemsize)) for box in shards.cut.boxes]
-        cut = Shards(Cut(boxes), shards.columns, shards.disputed)
+        cut = Shards(TensorCut(boxes), shards.columns, shards.disputed)
         found = cls(index, entry.path, cut, (*entry.shape, itemsize))
         found._plan([Box.whole(found.shape)])  # raises
         return found
@@ -164,7 +164,7 @@ class StoredBytes:
         )
 
 
-class Layout(msgspec.Struct, frozen=True):
+class Strided(msgspec.Struct, frozen=True):
     """Elements in ``StoredBytes`` that are not next to each other; strides in elements."""
 
     itemsize: int
@@ -187,7 +187,7 @@ class Body:
     stored: StoredBytes
     nbytes: int
     skip: int = 0
-    layout: Layout | None = None
+    layout: Strided | None = None
     cast: tuple[torch.dtype, torch.dtype] | None = None
     has_crc32: bool = False
 
@@ -625,7 +625,7 @@ def body_of(
     extent = extent_bytes(entry.shape, entry.strides, itemsize)
     if entry.strides == c_strides(entry.shape) or extent == nbytes == itemsize or not nbytes:
         return Body(stored, nbytes, entry.offset)
-    layout = Layout(itemsize, entry.shape, entry.strides)
+    layout = Strided(itemsize, entry.shape, entry.strides)
     return Body(stored, nbytes, entry.offset, layout)
 
 

@@ -86,7 +86,7 @@ class ExportCall(msgspec.Struct, frozen=True, kw_only=True):
         return name
 
 
-class Tensor(msgspec.Struct, frozen=True, eq=False):
+class OutTensor(msgspec.Struct, frozen=True, eq=False):
     """A tensor to write; ``dtype`` is torch's."""
 
     name: str
@@ -134,7 +134,7 @@ def export_hf(
 
 
 class _Plan(msgspec.Struct, frozen=True, eq=False):
-    shards: list[list[Tensor]]
+    shards: list[list[OutTensor]]
     left_out: tuple[str, ...]
     tied: dict[str, tuple[str, ...]]
     records: dict[str, ObjectRecord]
@@ -232,7 +232,7 @@ class _Selection:
         self._key = call.key
         self._dtype = call.dtype_name()
         self._joined = joined
-        self.tensors: dict[str, Tensor] = {}
+        self.tensors: dict[str, OutTensor] = {}
         self.left_out: list[str] = []
         self.tied: dict[str, list[str]] = {}
         self.records: dict[str, ObjectRecord] = {}
@@ -276,7 +276,7 @@ class _Selection:
         index: Index,
         entry: TensorEntry | ShardedEntry | ViewEntry,
         by_path: dict[str, AnyEntry],
-    ) -> Tensor:
+    ) -> OutTensor:
         base = by_path.get(entry.of) if isinstance(entry, ViewEntry) else None
         if isinstance(entry, ViewEntry) and not isinstance(base, TensorEntry):
             raise _refused(entry.path, "view of a sharded tensor")
@@ -289,7 +289,7 @@ class _Selection:
         if dtype not in SAFETENSORS_DTYPES:
             raise _refused(entry.path, f"tensor of {dtype}")
         origins = body.fragment(self._joined).origins
-        return Tensor(name, dtype, entry.shape, body, origins)
+        return OutTensor(name, dtype, entry.shape, body, origins)
 
 
 def _name(path: str, key: str) -> str | None:
@@ -326,12 +326,12 @@ def _refused(path: str, what: str) -> UsageError:
 
 
 def _shards(
-    tensors: Sequence[Tensor],
+    tensors: Sequence[OutTensor],
     records: dict[str, ObjectRecord],
     max_bytes: int,
     *,
     by_objects: bool,
-) -> list[list[Tensor]]:
+) -> list[list[OutTensor]]:
     """Returns the tensors of each file, in the order of the stored bytes.
 
     Args:
@@ -340,7 +340,7 @@ def _shards(
     numbers = {key: number for number, key in enumerate(records)}
     far = len(numbers)
 
-    def place(tensor: Tensor) -> tuple[int, int]:
+    def place(tensor: OutTensor) -> tuple[int, int]:
         if not tensor.origins:
             return far, 0
         return numbers[tensor.origins[0].key], tensor.origins[0].start
@@ -348,7 +348,7 @@ def _shards(
     ordered = sorted(tensors, key=place)
     if not by_objects and sum([tensor.body.nbytes for tensor in ordered]) <= max_bytes:
         return [ordered]
-    groups: dict[str, list[Tensor]] = {}
+    groups: dict[str, list[OutTensor]] = {}
     for tensor in ordered:
         if len(tensor.origins) == 1:
             groups.setdefault(tensor.origins[0].key, []).append(tensor)
@@ -359,7 +359,7 @@ def _shards(
         if least_bytes < records[key].size <= max_bytes and _header(group, records).origins
     ]
     done = {tensor.name for shard in shards for tensor in shard}
-    shard: list[Tensor] = []
+    shard: list[OutTensor] = []
     shard_bytes = 0
     for tensor in ordered:
         if tensor.name in done:
@@ -372,7 +372,7 @@ def _shards(
     return [*shards, shard] if shard else shards
 
 
-def _header(tensors: Sequence[Tensor], records: dict[str, ObjectRecord]) -> Known:
+def _header(tensors: Sequence[OutTensor], records: dict[str, ObjectRecord]) -> Known:
     """Returns a file's header; with its origin if the file is a stored object, byte for byte."""
     layout = lay_out([tensor.slot for tensor in tensors])
     header = layout.header

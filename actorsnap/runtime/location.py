@@ -12,7 +12,7 @@ import msgspec
 from actorsnap.errors import StorageError, UsageError, printable
 from actorsnap.format.manifest import check_json
 from actorsnap.options import Options, from_env
-from actorsnap.protocol.uploader import Place
+from actorsnap.protocol.uploader import SentLocation
 from actorsnap.runtime.host import Host
 from actorsnap.storage.base import RunBlocking, Storage, StorageContext
 from actorsnap.storage.registry import (
@@ -47,13 +47,13 @@ class Location:
         return canonical(self.url)
 
     @property
-    def place(self) -> Place:
+    def place(self) -> SentLocation:
         """The form for the uploader process."""
         url = self.url.encode("utf-8", "surrogatepass")
-        return Place(printable(self.display_url), url, self.storage_options)
+        return SentLocation(printable(self.display_url), url, self.storage_options)
 
     @classmethod
-    def at(cls, place: Place) -> Location:
+    def at(cls, place: SentLocation) -> Location:
         return cls(
             display_url=place.display_url,
             url=place.url.decode("utf-8", "surrogatepass"),

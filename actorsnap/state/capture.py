@@ -31,7 +31,7 @@ from actorsnap.format.owners import Grid, Layout
 from actorsnap.log import Log
 from actorsnap.planning.inventory import Sharded, ranks_digest
 from actorsnap.planning.packing import Item
-from actorsnap.state import devices, objects, sharing
+from actorsnap.state import devices, objects, sharing, xla_shards
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.distributed import (
     Describer,
@@ -248,7 +248,7 @@ def _glob_regex(glob: str) -> str:
     return "".join(pieces)
 
 
-class _Group(NamedTuple):
+class _RankGroup(NamedTuple):
     """Global ranks, those of them that save together, as numbers in that group, and a digest."""
 
     ranks: tuple[int, ...]
@@ -275,7 +275,7 @@ class _Collector:
         self._step = step if is_regular else None
         self._numbers = {global_rank: number for number, global_rank in enumerate(ranks)}
         self._everybody = tuple(range(len(ranks)))
-        self._groups: dict[int, _Group] = {}
+        self._groups: dict[int, _RankGroup] = {}
         self._attributes = attributes
         self._describer = Describer()
         self._globs = globs if globs.patterns else None
@@ -299,6 +299,7 @@ class _Collector:
         paths, values = flatten(root, state)
         parts = self._parts
         globs = self._globs
+        may_be_global = xla_shards.is_loaded()
         for path, value in zip(paths, values, strict=True):
             kind = type(value)
             replicated = are_replicated or (
@@ -312,7 +313,8 @@ class _Collector:
                     is_common = replicated and not replica.rank_zero_wins
                     if not is_common and self._add_replica(path, value, replica, members):
                         continue
-            if kind is torch.Tensor or kind is torch.nn.Parameter:
+            is_plain = kind is torch.Tensor or kind is torch.nn.Parameter
+            if is_plain and not (may_be_global and xla_shards.is_global(value)):
                 self._add_tensor(path, value, replicated)  # type: ignore[arg-type]
             elif kind in _INLINE:
                 self._add_value(path, value, replicated)
@@ -540,6 +542,8 @@ class _Collector:
                 )
             )
         for piece in whole.pieces:
+            if not piece.is_stored:
+                continue
             item = Item(
                 path,
                 whole.dtype,
@@ -583,7 +587,7 @@ class _Collector:
         """Returns the group ranks of global ranks, rising; None means all."""
         return self._everybody if ranks is None else self._group(ranks).members
 
-    def _group(self, ranks: tuple[int, ...]) -> _Group:
+    def _group(self, ranks: tuple[int, ...]) -> _RankGroup:
         """Describes ranks once: the tensors of a mesh share the tuple.
 
         By identity, because the hash of thousands of ranks takes longer than all else of a tensor.
@@ -592,7 +596,7 @@ class _Collector:
         if found is None:
             numbers = self._numbers
             members = tuple(sorted([numbers[rank] for rank in ranks if rank in numbers]))
-            found = self._groups[id(ranks)] = _Group(ranks, members, ranks_digest(ranks))
+            found = self._groups[id(ranks)] = _RankGroup(ranks, members, ranks_digest(ranks))
         return found
 
     def _add_replica(

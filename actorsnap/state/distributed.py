@@ -7,7 +7,7 @@ meshes and placements suffice. It must not know paths, entries or storage.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from functools import cache
 from typing import Any, TypeAlias, TypeGuard
 
@@ -17,6 +17,7 @@ import torch
 from actorsnap.format.geometry import Box, Placed, Placement, place
 from actorsnap.format.manifest import TensorType
 from actorsnap.format.owners import Grid, Layout, MeshCut
+from actorsnap.state import xla_shards
 from actorsnap.state.optim import ModelState, plain_name
 from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal, tensor_type
 
@@ -31,11 +32,13 @@ class LocalPiece(msgspec.Struct, frozen=True, gc=False, eq=False):
         box: In global index space.
         tensor: Its elements: a detached view of the distributed tensor's memory.
         holders: Ranks that hold this box with equal values; None if only this rank does.
+        is_stored: False if another rank stores the box.
     """
 
     box: Box
     tensor: torch.Tensor
     holders: Ranks | None
+    is_stored: bool = True
 
 
 class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -47,6 +50,7 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
         pieces: In order of memory, without overlaps. Empty outside of the mesh or for an empty
             shard.
         layout: Implies the boxes of all ranks, by their global numbers; None if irregular.
+        write_back: Copies restored pieces to their device; None if they are the tensor's memory.
     """
 
     global_shape: tuple[int, ...]
@@ -56,6 +60,7 @@ class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
     ranks: Ranks
     pieces: tuple[LocalPiece, ...]
     layout: Layout | None = None
+    write_back: Callable[[], None] | None = None
 
 
 class Describer:
@@ -73,6 +78,8 @@ class Describer:
 
         If a tensor cannot be described, returns reason and remedy, to append to its path.
         """
+        if xla_shards.is_global(tensor):  # torch_xla's class is a DTensor, too
+            return _describe_xla_tensor(tensor)
         if _is_dtensor(tensor):
             return self._describe_dtensor(tensor)
         if _is_sharded_tensor(tensor):
@@ -112,7 +119,7 @@ class Describer:
 
 
 def is_distributed(value: object) -> TypeGuard[torch.Tensor]:
-    return _is_dtensor(value) or _is_sharded_tensor(value)
+    return _is_dtensor(value) or _is_sharded_tensor(value) or xla_shards.is_global(value)
 
 
 def _is_dtensor(value: object) -> bool:
@@ -132,13 +139,16 @@ def _sharding(
     ranks: Ranks,
     pieces: Iterable[LocalPiece],
     layout: Layout | None = None,
+    write_back: Callable[[], None] | None = None,
 ) -> Sharding | str:
     if tensor.dtype in QUANTIZED:
         return f"is a sharded tensor of dtype {tensor.dtype}, which cannot be stored"
     is_parameter = isinstance(tensor, torch.nn.Parameter)
     kind: TensorType = "parameter" if is_parameter else tensor_type(tensor)
     dtype = DTYPE_NAMES[tensor.dtype]
-    return Sharding(shape, dtype, kind, tensor.requires_grad, ranks, tuple(pieces), layout)
+    return Sharding(
+        shape, dtype, kind, tensor.requires_grad, ranks, tuple(pieces), layout, write_back
+    )
 
 
 def _local(tensor: Any) -> torch.Tensor:
@@ -264,6 +274,18 @@ def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
             pieces.append(LocalPiece(box, local, None))
     ranks = {shard.placement.rank() for shard in metadata.shards_metadata}
     return _sharding(tensor, shape, tuple(sorted(ranks)), pieces)
+
+
+def _describe_xla_tensor(tensor: torch.Tensor) -> Sharding | str:
+    found = xla_shards.find_pieces(tensor)
+    pieces = []
+    for box, local, is_stored in found.pieces:
+        why = _local_refusal(local, tensor)
+        if why is not None:
+            return why
+        pieces.append(LocalPiece(box, local, None, is_stored))
+    shape = tuple(tensor.shape)
+    return _sharding(tensor, shape, found.ranks, pieces, write_back=found.write_back)
 
 
 class Replica(msgspec.Struct, frozen=True, gc=False):

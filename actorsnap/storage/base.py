@@ -261,7 +261,8 @@ class ObjectWriter(ABC):
 
         Raises:
             ObjectNotFound: No such object.
-            StorageError: The copy failed; also if the object ends before ``stop``.
+            ChecksumMismatch, StorageError: The object ends before ``stop``.
+            StorageError: The copy failed.
         """
         raise NotImplementedError
 

@@ -19,7 +19,7 @@ from actorsnap.storage.base import (
 from actorsnap.storage.wrapper import Wrapper
 
 
-class Piece(msgspec.Struct, frozen=True, gc=False):
+class KeyRange(msgspec.Struct, frozen=True, gc=False):
     """Bytes ``[start, stop)`` of an object."""
 
     key: str
@@ -33,7 +33,7 @@ class JoinedStorage(Wrapper):
     They cannot be listed, written or deleted.
     """
 
-    def __init__(self, inner: Storage, joined: Mapping[str, Sequence[Piece]]) -> None:
+    def __init__(self, inner: Storage, joined: Mapping[str, Sequence[KeyRange]]) -> None:
         super().__init__(inner)
         self._joined = joined
         self._starts = {
@@ -85,7 +85,7 @@ class JoinedStorage(Wrapper):
         newest_s = max([info.modified_s for info in infos], default=0.0)
         return ObjectInfo(key=key, size=self._starts[key][-1], modified_s=newest_s)
 
-    def _pieces(self, key: str, start: int, stop: int) -> Iterator[Piece]:
+    def _pieces(self, key: str, start: int, stop: int) -> Iterator[KeyRange]:
         """Yields the non-empty pieces of bytes ``[start, stop)``."""
         starts = self._starts[key]
         range_end(key, start, stop, starts[-1])
@@ -96,4 +96,4 @@ class JoinedStorage(Wrapper):
             low, high = max(start, first), min(stop, starts[number + 1])
             if low < high:
                 at = piece.start - first
-                yield Piece(piece.key, at + low, at + high)
+                yield KeyRange(piece.key, at + low, at + high)

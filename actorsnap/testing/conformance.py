@@ -55,6 +55,8 @@ from actorsnap.errors import (
 )
 from actorsnap.format.checksum import crc32c
 from actorsnap.storage.base import ObjectInfo, ObjectWriter, Storage
+from actorsnap.storage.memory import MemoryStorage
+from actorsnap.storage.wrapper import unwrapped
 
 MakeStorage: TypeAlias = Callable[[], Storage]
 
@@ -156,6 +158,17 @@ def _skip_unless(storage: Storage, capability: str) -> None:
 
 def _write_bytes(storage: Storage, at_least: int) -> int:
     return max(at_least, storage.capabilities.min_write_bytes)
+
+
+def _copy_bytes(storage: Storage) -> int:
+    return max(2_000_000, storage.capabilities.min_copy_bytes or 0)
+
+
+async def _copying(storage: Storage, key: str, size: int, source: Storage) -> ObjectWriter:
+    writer = await storage.copying_writer(key, size, source=source, sample="source/key")
+    if writer is None:
+        pytest.skip("the storage does not copy")
+    return writer
 
 
 @_bound_tests
@@ -446,6 +459,89 @@ class StorageConformance:
         assert await storage.get("newer/key") == newer
         assert await storage.list_folders() == ["newer"]
         await dead.abort()
+
+    # --- copying_writer ---------------------------------------------------------------------
+
+    async def test_a_copy_of_a_whole_object(self, storage: Storage, other: Storage) -> None:
+        data = pattern(_copy_bytes(storage) + 100)
+        await _write(other, "source/key", data)
+        writer = await _copying(storage, "copy/key", len(data), other)
+        assert (writer.key, writer.size) == ("copy/key", len(data))
+        found = await writer.copy_from(0, "source/key", 0, len(data))
+        assert found in (None, crc32c(data))
+        await writer.complete()
+        for instance in (storage, other):
+            assert await instance.get("copy/key") == data
+        assert await storage.get("source/key") == data
+        await storage.delete_folder("source")
+        assert await storage.get("copy/key") == data
+
+    async def test_copies_of_ranges_next_to_writes(self, storage: Storage, other: Storage) -> None:
+        if storage.capabilities.min_copy_bytes is None:
+            pytest.skip("Capabilities.min_copy_bytes is None")
+        part = _copy_bytes(storage)
+        source, written = pattern(2 * part + 321), pattern(part, seed=1)
+        await _write(other, "source/key", source)
+        # The source's second part, bytes of the writer's, the source's first part, its end.
+        copied = {0: (part, 2 * part), 2 * part: (0, part), 3 * part: (2 * part, len(source))}
+        writer = await _copying(storage, "copy/key", 3 * part + 321, other)
+
+        async def copy(at: int, start: int, stop: int) -> None:
+            found = await writer.copy_from(at, "source/key", start, stop)
+            assert found in (None, crc32c(source[start:stop]))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(writer.write_at, part, views_of(written, 99_991), crc32c(written))
+            for at, (start, stop) in copied.items():
+                tasks.start_soon(copy, at, start, stop)
+        await writer.complete()
+        expected = source[part : 2 * part] + written + source[:part] + source[2 * part :]
+        assert await other.get("copy/key") == expected
+
+    @pytest.mark.parametrize("flaw", ["missing", "truncated"])
+    async def test_a_copy_that_fails_leaves_nothing_readable(
+        self, storage: Storage, other: Storage, flaw: str
+    ) -> None:
+        size = _copy_bytes(storage) + 100
+        await _write(other, "source/key", pattern(size - 1 if flaw == "truncated" else size))
+        writer = await _copying(storage, "copy/key", size, other)
+        if flaw == "missing":
+            with pytest.raises(ObjectNotFound):
+                await writer.copy_from(0, "source/none", 0, size)
+        else:
+            with pytest.raises((ChecksumMismatch, StorageError)):
+                await writer.copy_from(0, "source/key", 0, size)
+        await writer.abort()
+        with pytest.raises(ObjectNotFound):
+            await storage.get("copy/key")
+        await storage.delete_folder("copy")
+        assert await keys_in(storage) == ["source/key"]
+        await _write(storage, "copy/key", b"second try")
+        assert await storage.get("copy/key") == b"second try"
+
+    async def test_a_copying_writer_does_not_harm_an_object_that_exists(
+        self, storage: Storage, other: Storage
+    ) -> None:
+        data = pattern(_copy_bytes(storage) + 100)
+        await _write(other, "source/key", data)
+        await _put(storage, "key", data=b"first")
+        # As with `writer`, not every backend detects it.
+        with contextlib.suppress(ObjectExists):
+            writer = await _copying(storage, "key", len(data), other)
+            with contextlib.suppress(ObjectExists):
+                await writer.copy_from(0, "source/key", 0, len(data))
+            await writer.abort()
+        assert await storage.get("key") == b"first"
+
+    async def test_a_storage_of_another_kind_is_not_copied_from(self, storage: Storage) -> None:
+        if isinstance(unwrapped(storage), MemoryStorage):
+            pytest.skip("the other kind is this one")
+        source = MemoryStorage(f"conformance-{id(self)}")
+        size = _copy_bytes(storage) + 100
+        await _write(source, "source/key", pattern(size))
+        writer = await storage.copying_writer("key", size, source=source, sample="source/key")
+        assert writer is None
+        assert await keys_in(storage) == []
 
     async def test_a_cancelled_put_is_done_or_not_done(self, storage: Storage) -> None:
         await _put(storage, "key", data=b"older")

@@ -39,6 +39,7 @@ from actorsnap.interop.dcp import (
 )
 from actorsnap.runtime.host import Host
 from actorsnap.sync import Snapshot
+from tests.pages import ROOT, blocks
 
 dcp: Any = torch.distributed.checkpoint  # its stubs export little
 
@@ -600,6 +601,38 @@ def test_installing_leaves_torchs_other_writers_alone(monkeypatch: pytest.Monkey
     with installed():
         module = importlib.import_module(name)
         assert not issubclass(module.FsspecReader, ActorsnapReader)
+
+
+def test_the_phases_of_dcp_are_logged_as_the_page_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (block,) = [
+        block
+        for block in blocks((ROOT / "docs" / "observability.md").read_text(), "python")
+        if "_dcp_logger" in block
+    ]
+    names: dict[str, Any] = {}
+    exec(compile(block, "observability.md", "exec"), names)
+    logger = names["_dcp_logger"]
+
+    def phases() -> list[str]:
+        return [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+
+    try:
+        path, state = str(tmp_path / "s"), {"a": {"x": torch.ones(3)}}
+        ours.save(state, checkpoint_id=path)
+        assert phases() == ["save"]
+        ours.save(state, checkpoint_id=path, planner=DefaultSavePlanner(flatten_state_dict=False))
+        expected = ["local_step", "global_step", "write_data", "finish_checkpoint", "save"]
+        assert [name for name in phases() if name in expected] == expected
+        with installed():
+            dcp.save(state, checkpoint_id=path)
+            assert [name for name in phases() if name in expected] == expected
+            dcp.load(state, checkpoint_id=path)
+        expected = ["local_step", "global_step", "read_data", "load"]
+        assert [name for name in phases() if name in expected] == expected
+    finally:
+        logger.removeHandler(logger.handlers[-1])
 
 
 def test_dcps_logger_is_told(

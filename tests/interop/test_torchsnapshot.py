@@ -5,10 +5,14 @@ from __future__ import annotations
 import fnmatch
 import json
 import re
+import threading
+import time
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import example, given
@@ -26,6 +30,7 @@ from actorsnap.interop.torchsnapshot import (
     StateDict,
     TensorEntry,
 )
+from actorsnap.interop.torchsnapshot.rss_profiler import measure_rss_deltas
 from actorsnap.interop.torchsnapshot.snapshots import _our_glob
 from actorsnap.state.capture import _glob_regex
 from actorsnap.storage.wrapper import Wrapper
@@ -214,6 +219,19 @@ def test_a_failed_save_leaves_the_older_one(tmp_path: Path) -> None:
             pending.wait()
     assert Snapshot(str(tmp_path / "s")).read_object("0/s/x") == 2
     assert ours.Snapshot(tmp_path / "s").verify("full").ok
+
+
+def test_memory_of_a_block_is_measured() -> None:
+    deltas: list[int] = []
+    threads = threading.active_count()
+    with measure_rss_deltas(deltas, timedelta(hours=1)):
+        held = np.ones(64 << 20, np.uint8)
+    assert len(deltas) == 2
+    assert deltas[-1] >= deltas[0] + held.nbytes * 0.9
+    assert threading.active_count() == threads
+    with measure_rss_deltas(deltas := [], timedelta(microseconds=1)):
+        while len(deltas) < 3:
+            time.sleep(0)
 
 
 def test_mistakes(tmp_path: Path) -> None:

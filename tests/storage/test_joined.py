@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from actorsnap.errors import ChecksumMismatch, ObjectNotFound
 from actorsnap.storage import Storage, StorageContext, open_storage
-from actorsnap.storage.joined import JoinedStorage, Piece
+from actorsnap.storage.joined import JoinedStorage, KeyRange
 from actorsnap.testing import run_blocking_in_thread
 
 FILES = {"a": bytes(range(50)), "b/c": bytes(range(100, 140)), "empty": b""}
@@ -29,10 +29,10 @@ async def inner(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator
 
 
 @st.composite
-def _pieces(draw: st.DrawFn) -> Piece:
+def _pieces(draw: st.DrawFn) -> KeyRange:
     key = draw(st.sampled_from(sorted(FILES)))
     cut = sorted(draw(st.tuples(*[st.integers(0, len(FILES[key]))] * 2)))
-    return Piece(key, *cut)
+    return KeyRange(key, *cut)
 
 
 @given(
@@ -42,7 +42,7 @@ def _pieces(draw: st.DrawFn) -> Piece:
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 async def test_reads_what_the_pieces_have(
-    inner: Storage, pieces: list[Piece], ends: tuple[float, float], cuts: list[int]
+    inner: Storage, pieces: list[KeyRange], ends: tuple[float, float], cuts: list[int]
 ) -> None:
     whole = b"".join([FILES[piece.key][piece.start : piece.stop] for piece in pieces])
     start, stop = sorted([round(end * len(whole)) for end in ends])
@@ -65,7 +65,7 @@ async def test_reads_what_the_pieces_have(
 
 
 async def test_other_objects_and_ends(inner: Storage) -> None:
-    storage = JoinedStorage(inner, {"j": (Piece("a", 40, 50), Piece("b/c", 0, 1))})
+    storage = JoinedStorage(inner, {"j": (KeyRange("a", 40, 50), KeyRange("b/c", 0, 1))})
     assert await storage.get("a") == FILES["a"]
     memory = bytearray(3)
     await storage.read_into("b/c", 1, [memoryview(memory)])

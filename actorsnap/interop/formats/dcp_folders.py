@@ -24,9 +24,9 @@ from actorsnap.interop.formats.dcp_items import Content, Located, locate_items
 from actorsnap.interop.formats.dcp_metadata import (
     BYTES_IO,
     DcpMetadata,
-    Item,
-    Leaf,
     Path,
+    StoredItem,
+    StoredLeaf,
     bytes_io_of,
     decode_metadata,
 )
@@ -46,7 +46,7 @@ _OURS = b"# actorsnap"
 _CONVERT = "Load the folder with torch.distributed.checkpoint, and save it with actorsnap"
 
 
-class _Dense(msgspec.Struct, frozen=True):
+class _RowMajor(msgspec.Struct, frozen=True):
     """Elements in row-major order: bytes ``[start, stop)`` of a file."""
 
     dtype: str
@@ -130,10 +130,10 @@ class _Paths:
             if path not in self._numbered and keys == set(range(len(keys)))
         }
 
-    def of(self, leaf: Leaf) -> str:
+    def of(self, leaf: StoredLeaf) -> str:
         return path_of(*self._paths[leaf.fqn])
 
-    def _place(self, leaf: Leaf) -> Path:
+    def _place(self, leaf: StoredLeaf) -> Path:
         path = leaf.path
         if len(path) == 1 and self.key and (leaf.shape is not None or not self._has_sections):
             return (self.key, *path)
@@ -143,7 +143,7 @@ class _Paths:
         return path
 
 
-def _numbered_states(leaves: Iterable[Leaf]) -> set[Path]:
+def _numbered_states(leaves: Iterable[StoredLeaf]) -> set[Path]:
     """Returns the dicts ``state`` of optimizers whose keys are numbers, which DCP makes text."""
     optimizers = {
         leaf.path[: leaf.path.index("param_groups")]
@@ -173,7 +173,7 @@ class _Describer:
         # Equal pickles are frequent: learning rates; tensors of one shape.
         self._unpickled: dict[bytes, tuple[Any, Ghosts]] = {}
 
-    def manifest(self, leaves: Iterable[Leaf], paths: _Paths) -> RankManifest:
+    def manifest(self, leaves: Iterable[StoredLeaf], paths: _Paths) -> RankManifest:
         """Raises as ``actors.formats.open_foreign``."""
         described: set[str] = set()
         for leaf in leaves:
@@ -186,7 +186,7 @@ class _Describer:
                 self._add(path, leaf, item)
         return self._description.manifest()
 
-    def _add(self, path: str, leaf: Leaf, item: Item) -> None:
+    def _add(self, path: str, leaf: StoredLeaf, item: StoredItem) -> None:
         if item.box is not None:
             self._add_box(path, leaf, item, item.box)
             return
@@ -201,10 +201,10 @@ class _Describer:
             del entries[before:]
             self._description.refused(path, error)
 
-    def _add_box(self, path: str, leaf: Leaf, item: Item, box: Box) -> None:
+    def _add_box(self, path: str, leaf: StoredLeaf, item: StoredItem, box: Box) -> None:
         name = f"{leaf.fqn!r:.200} in {item.file}"
         content = self._located.zips.get(item)
-        dense: _Dense | None
+        dense: _RowMajor | None
         if content is None:
             dense = self._of_safetensors(leaf, item, box)
         else:
@@ -229,7 +229,7 @@ class _Describer:
             )
 
     def _add_whole(
-        self, path: str, item: Item, content: Content, value: Any, ghosts: Ghosts
+        self, path: str, item: StoredItem, content: Content, value: Any, ghosts: Ghosts
     ) -> None:
         """Adds a value, perhaps with tensors in it, or a tensor that is no rows of elements."""
         for saved in ghosts.found.values():
@@ -264,7 +264,7 @@ class _Describer:
             content.archive.record(saved, name)
         return found
 
-    def _of_safetensors(self, leaf: Leaf, item: Item, box: Box) -> _Dense:
+    def _of_safetensors(self, leaf: StoredLeaf, item: StoredItem, box: Box) -> _RowMajor:
         """Raises FormatError if the file lacks the part of the tensor."""
         tensor = self._located.tensors[item.file].get(leaf.fqn)
         offsets = None if tensor is None else tensor.offsets or (0,) * len(tensor.shape)
@@ -274,7 +274,7 @@ class _Describer:
                 detail=f"it lacks the part of {leaf.fqn!r:.200} at {box.offsets}: torch "
                 "keeps only one part of a tensor per safetensors file",
             )
-        return _Dense(tensor.dtype, tensor.start, tensor.stop)
+        return _RowMajor(tensor.dtype, tensor.start, tensor.stop)
 
 
 def _check_tensor(value: Any, box: Box, name: str) -> None:
@@ -285,16 +285,16 @@ def _check_tensor(value: Any, box: Box, name: str) -> None:
         raise FormatError(key=name, detail=f"it is {what}, and the metadata says {box.sizes}")
 
 
-def _row_major(tensor: Any, ghosts: Ghosts, content: Content, item: Item) -> _Dense | None:
+def _row_major(tensor: Any, ghosts: Ghosts, content: Content, item: StoredItem) -> _RowMajor | None:
     """Returns None for a tensor with other strides, and for sparse and quantized ones."""
     if type(tensor) is not torch.Tensor or is_composite(tensor) or not tensor.is_contiguous():
         return None
     saved = ghosts.of(tensor)
     if saved is None or not tensor.numel():
-        return _Dense(DTYPE_NAMES[tensor.dtype], item.start, item.start)
+        return _RowMajor(DTYPE_NAMES[tensor.dtype], item.start, item.start)
     start = int(tensor.storage_offset()) * tensor.dtype.itemsize
     stop = start + tensor.numel() * tensor.dtype.itemsize
     if stop > saved.nbytes:
         return None  # refused there
     begin = content.starts[saved.key]
-    return _Dense(DTYPE_NAMES[tensor.dtype], begin + start, begin + stop)
+    return _RowMajor(DTYPE_NAMES[tensor.dtype], begin + start, begin + stop)

@@ -17,7 +17,7 @@ import msgspec
 from actorsnap.actors.formats import Place
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.compression import decompress
-from actorsnap.interop.formats.dcp_metadata import Item
+from actorsnap.interop.formats.dcp_metadata import StoredItem
 from actorsnap.interop.formats.safetensors_files import FileTensor, header_end, parse_header
 from actorsnap.interop.formats.torch_files import ZIP_MAGIC, Archive, read_archive
 from actorsnap.interop.formats.zip_directory import Reading, answered_from, locate
@@ -61,12 +61,12 @@ class Located(msgspec.Struct):
         num_unpacked: Bytes of the values that were compressed.
     """
 
-    zips: dict[Item, Content]
+    zips: dict[StoredItem, Content]
     tensors: dict[str, Mapping[str, FileTensor]]
     num_unpacked: int = 0
 
 
-async def locate_items(place: Place, items: Mapping[Item, str], key: str) -> Located:
+async def locate_items(place: Place, items: Mapping[StoredItem, str], key: str) -> Located:
     """Locates items, given with their fqns, which the metadata file ``key`` names.
 
     Raises:
@@ -99,7 +99,7 @@ async def locate_items(place: Place, items: Mapping[Item, str], key: str) -> Loc
     return located
 
 
-def _check_transforms(item: Item, fqn: str) -> None:
+def _check_transforms(item: StoredItem, fqn: str) -> None:
     for name in item.transforms:
         if name != _ZSTD:
             raise UsageError(
@@ -113,7 +113,7 @@ def _check_transforms(item: Item, fqn: str) -> None:
         )
 
 
-def _parse(item: Item, fqn: str, located: Located) -> Reading[Content | None]:
+def _parse(item: StoredItem, fqn: str, located: Located) -> Reading[Content | None]:
     """Parses an item, whose bytes begin at 0; returns None for what is no zip file.
 
     Args:
@@ -141,7 +141,7 @@ class _Parsing:
 
     __slots__ = ("_asked", "_reading", "fqn", "item", "wanted")
 
-    def __init__(self, item: Item, fqn: str, located: Located) -> None:
+    def __init__(self, item: StoredItem, fqn: str, located: Located) -> None:
         self.item = item
         self.fqn = fqn
         self.wanted = _first_reads(item)
@@ -172,7 +172,7 @@ class _Unread(Exception):
     """Bytes of a file are in no piece."""
 
 
-def _first_reads(item: Item) -> list[_Range]:
+def _first_reads(item: StoredItem) -> list[_Range]:
     start, stop = item.start, item.stop
     is_whole = item.transforms or (item.box is None and stop - start <= _READ_BYTES)
     if is_whole or stop - start <= 2 * _END_BYTES:
@@ -180,7 +180,7 @@ def _first_reads(item: Item) -> list[_Range]:
     return [(start, start + _END_BYTES), (stop - _END_BYTES, stop)]
 
 
-def _batches(items: Sequence[Item]) -> Iterator[Sequence[Item]]:
+def _batches(items: Sequence[StoredItem]) -> Iterator[Sequence[StoredItem]]:
     """Yields parts of the items of which about ``_BATCH_BYTES`` are read."""
     first = nbytes = 0
     for number, item in enumerate(items):

@@ -67,7 +67,7 @@ BYTES_IO = "actorsnap.BytesIO"
 """Begins a pair with the content of a ``BytesIO``, also in snapshots of ``interop.dcp``."""
 
 
-class Item(msgspec.Struct, frozen=True):
+class StoredItem(msgspec.Struct, frozen=True):
     """Bytes ``[start, stop)`` of a file: a tensor's box, or a value.
 
     Attributes:
@@ -82,13 +82,13 @@ class Item(msgspec.Struct, frozen=True):
     transforms: tuple[str, ...] = ()
 
 
-class Leaf(msgspec.Struct, frozen=True):
+class StoredLeaf(msgspec.Struct, frozen=True):
     """A tensor or value of the state dict. ``shape`` is None for a value."""
 
     fqn: str
     path: Path
     shape: tuple[int, ...] | None
-    items: tuple[Item, ...]
+    items: tuple[StoredItem, ...]
 
 
 class DcpMetadata(msgspec.Struct, frozen=True):
@@ -97,7 +97,7 @@ class DcpMetadata(msgspec.Struct, frozen=True):
     is_flat: Whether the planner flattened the state dict.
     """
 
-    leaves: tuple[Leaf, ...]
+    leaves: tuple[StoredLeaf, ...]
     is_flat: bool
 
 
@@ -275,14 +275,14 @@ def _metadata(loaded: Any, key: str) -> DcpMetadata:
     planned = fields.get("planner_data")
     paths = planned if isinstance(planned, dict) else {}
     items = _items(fields["storage_data"], key)
-    leaves: list[Leaf] = []
+    leaves: list[StoredLeaf] = []
     for fqn, described in fields["state_dict_metadata"].items():
         _check_name(fqn)
         shape, boxes = _shape(described)
         if not boxes:
             raise FormatError(key=key, detail=f"{fqn!r:.200} has no data")
         found = tuple([_item(items, fqn, box, key) for box in boxes])
-        leaves.append(Leaf(fqn, _path(fqn, paths.get(fqn)), shape, found))
+        leaves.append(StoredLeaf(fqn, _path(fqn, paths.get(fqn)), shape, found))
     return DcpMetadata(tuple(leaves), is_flat=bool(planned))
 
 
@@ -295,8 +295,8 @@ def _check_name(fqn: object) -> None:
         raise TypeError(f"a name of type {type(fqn).__name__}")
 
 
-def _items(stored: Any, key: str) -> dict[_Place, Item]:
-    items: dict[_Place, Item] = {}
+def _items(stored: Any, key: str) -> dict[_Place, StoredItem]:
+    items: dict[_Place, StoredItem] = {}
     for index, info in stored.items():
         where, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
         offset = where.get("offset")
@@ -309,7 +309,7 @@ def _items(stored: Any, key: str) -> dict[_Place, Item]:
         transforms = tuple(map(str, place.get("transform_descriptors") or ()))
         if at in items:
             raise FormatError(key=key, detail=f"{at[0]!r:.200} is stored twice at {at[1]}")
-        items[at] = Item(file, start, start + length, transforms=transforms)
+        items[at] = StoredItem(file, start, start + length, transforms=transforms)
     return items
 
 
@@ -327,7 +327,7 @@ def _shape(described: Any) -> tuple[tuple[int, ...] | None, list[Box | None]]:
     return _sizes(fields["size"]), filled or boxes[:1]
 
 
-def _item(items: Mapping[_Place, Item], fqn: str, box: Box | None, key: str) -> Item:
+def _item(items: Mapping[_Place, StoredItem], fqn: str, box: Box | None, key: str) -> StoredItem:
     offsets = None if box is None else box.offsets
     item = items.get((fqn, offsets))
     if item is None:

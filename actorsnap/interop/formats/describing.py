@@ -22,7 +22,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.state import objects
 from actorsnap.state.tree import escape
-from actorsnap.storage.joined import Piece
+from actorsnap.storage.joined import KeyRange
 
 DEFAULT_KEY = "model"
 """Top-level key of a checkpoint that has no top level: tensors by name."""
@@ -41,7 +41,7 @@ class Description:
         self._numbers: dict[str, int] = {}
         self._objects: list[ObjectRecord] = []
         self.entries: list[Entry] = []
-        self.joined: dict[str, tuple[Piece, ...]] = {}
+        self.joined: dict[str, tuple[KeyRange, ...]] = {}
 
     def stored(self, key: str, start: int, stop: int) -> Stored:
         """Returns bytes ``[start, stop)`` of a file that ``Place.find`` has found."""
@@ -50,7 +50,7 @@ class Description:
             number = self._add_object(key, self._place.used[key].size)
         return Stored(number, start, stop, ())
 
-    def stored_in_pieces(self, key: str, pieces: Sequence[Piece]) -> Stored:
+    def stored_in_pieces(self, key: str, pieces: Sequence[KeyRange]) -> Stored:
         """Returns bytes that are in several files; ``key`` is a new name, for all of them."""
         assert key not in self._numbers
         self.joined[key] = tuple(pieces)

@@ -38,7 +38,7 @@ _DTYPES = {name: dtype for dtype, name in SAFETENSORS_DTYPES.items()}
 _SHARDING = "DCP_SHARDING_INFO"
 
 
-class _Member(msgspec.Struct, frozen=True):
+class _HeaderTensor(msgspec.Struct, frozen=True):
     dtype: str
     shape: tuple[int, ...]
     data_offsets: tuple[int, int]
@@ -195,7 +195,9 @@ def parse_header(data: bytes, size: int, key: str) -> Header:
     try:
         raw = msgspec.json.decode(data[_LENGTH_BYTES:], type=dict[str, msgspec.Raw])
         metadata = msgspec.json.decode(raw.pop("__metadata__", b"{}"), type=dict[str, str])
-        members = {name: msgspec.json.decode(each, type=_Member) for name, each in raw.items()}
+        members = {
+            name: msgspec.json.decode(each, type=_HeaderTensor) for name, each in raw.items()
+        }
         sharding = msgspec.json.decode(metadata.get(_SHARDING, "{}"), type=dict[str, _Sharding])
     except (ValueError, RecursionError) as error:
         raise FormatError(key=key, detail=f"its header is malformed: {error}") from error
@@ -224,7 +226,7 @@ def parse_header(data: bytes, size: int, key: str) -> Header:
     return Header(tensors, metadata)
 
 
-def _torch_type(member: _Member, name: str, key: str) -> tuple[str, tuple[int, ...]]:
+def _torch_type(member: _HeaderTensor, name: str, key: str) -> tuple[str, tuple[int, ...]]:
     start, stop = member.data_offsets
     shape = member.shape
     dtype = _DTYPES.get(member.dtype)

@@ -29,7 +29,7 @@ from actorsnap.interop.formats.pickles import (
 )
 from actorsnap.interop.formats.zip_directory import (
     Reading,
-    Record,
+    ZipRecord,
     answered,
     header_range,
     placed,
@@ -100,9 +100,9 @@ class Archive(msgspec.Struct, frozen=True):
     """
 
     pickle: bytes
-    storages: dict[str, Record]
+    storages: dict[str, ZipRecord]
 
-    def record(self, saved: SavedStorage, key: str) -> Record:
+    def record(self, saved: SavedStorage, key: str) -> ZipRecord:
         """Returns the record of a storage.
 
         Raises:

@@ -41,7 +41,7 @@ from actorsnap.log import Log
 from actorsnap.state.tensors import DTYPES, QUANTIZED
 from actorsnap.state.tree import escape
 from actorsnap.storage.base import for_each
-from actorsnap.storage.joined import Piece
+from actorsnap.storage.joined import KeyRange
 
 logger = Log(__name__)
 
@@ -164,10 +164,10 @@ class _World:
     place: Place
     saved: Mapping[str, SavedFile | ActorSnapError]
     shapes: Mapping[str, tuple[int, ...]]
-    owners: dict[Piece, tuple[str, _Box | None]] = field(default_factory=dict)
-    joined: dict[str, tuple[Piece, ...]] = field(default_factory=dict)
+    owners: dict[KeyRange, tuple[str, _Box | None]] = field(default_factory=dict)
+    joined: dict[str, tuple[KeyRange, ...]] = field(default_factory=dict)
 
-    def claim(self, piece: Piece, key: str, box: _Box | None) -> None:
+    def claim(self, piece: KeyRange, key: str, box: _Box | None) -> None:
         """Raises FormatError if the same bytes belong to another path or box: names of files may
         collide, and then one has overwritten the other.
         """
@@ -262,7 +262,7 @@ class _RankDescriber:
         """Adds a tensor whose rows are in several files."""
         shape = record.shape or (1,)
         chunks = sorted(record.chunks, key=lambda chunk: chunk.offsets)
-        pieces: list[Piece] = []
+        pieces: list[KeyRange] = []
         dtypes: set[str] = set()
         row = 0
         for chunk in chunks:
@@ -298,7 +298,9 @@ class _RankDescriber:
                 global_shape=self.world.shapes[key],
             )
 
-    def _piece(self, key: str, record: TensorRecord, box: _Box | None = None) -> tuple[Piece, str]:
+    def _piece(
+        self, key: str, record: TensorRecord, box: _Box | None = None
+    ) -> tuple[KeyRange, str]:
         """Returns the place of a dense tensor's bytes, and its dtype.
 
         Args:
@@ -314,7 +316,7 @@ class _RankDescriber:
 
     def _find_piece(
         self, key: str, record: TensorRecord, shape: tuple[int, ...]
-    ) -> tuple[Piece, str]:
+    ) -> tuple[KeyRange, str]:
         location = record.location
         size = self.world.place.used[location].size
         name = record.dtype.removeprefix("torch.")
@@ -335,9 +337,9 @@ class _RankDescriber:
         if stop - start != nbytes:
             detail = f"{key!r:.200} is at [{start}, {stop}), and has {nbytes} bytes"
             raise FormatError(key=location, detail=detail)
-        return Piece(location, start, stop), name
+        return KeyRange(location, start, stop), name
 
-    def _saved_piece(self, key: str, record: TensorRecord) -> tuple[Piece, str]:
+    def _saved_piece(self, key: str, record: TensorRecord) -> tuple[KeyRange, str]:
         """``_piece`` for a tensor that was saved by ``torch.save``."""
         saved = self.world.saved[record.location]
         tensor: Any = saved.state if isinstance(saved, SavedFile) else None
@@ -360,7 +362,7 @@ class _RankDescriber:
             raise FormatError(key=record.location, detail=detail)
         begin = saved.starts[storage.key]
         dtype = str(tensor.dtype).removeprefix("torch.")
-        return Piece(record.location, begin + start, begin + stop), dtype
+        return KeyRange(record.location, begin + start, begin + stop), dtype
 
     def _add_saved(self, key: str, path: str, record: TensorRecord | PickleRecord) -> None:
         """Adds an object, or a tensor of a dtype without a plain form. Else it stays a pickle."""
@@ -369,7 +371,7 @@ class _RankDescriber:
             detail = f"{path!r:.200} is serialized by {record.serializer!r:.80}"
             raise FormatError(key=METADATA_KEY, detail=f"{detail}: torchsnapshot never wrote that")
         size = self.world.place.used[location].size
-        self.world.claim(Piece(location, 0, size), key, None)
+        self.world.claim(KeyRange(location, 0, size), key, None)
         saved = self.world.saved[location]
         num_before = len(description.entries)
         try:

@@ -33,7 +33,7 @@ _MAX_READ_BYTES = 1 << 28
 """Of a directory, and of a record that is read whole: the largest that is taken for true."""
 
 
-class Record(msgspec.Struct, frozen=True):
+class ZipRecord(msgspec.Struct, frozen=True):
     """A record: ``size`` bytes from ``start`` on.
 
     Attributes:
@@ -74,7 +74,7 @@ def answered_from(data: bytes, reading: Reading[T]) -> T:
 
 def read_directory(
     size: int, key: str, tail_bytes: int = _TAIL_BYTES
-) -> Reading[dict[str, Record]]:
+) -> Reading[dict[str, ZipRecord]]:
     """Returns the records of a zip file of ``size`` bytes by name, with ``start`` still unknown.
 
     Args:
@@ -114,8 +114,8 @@ def read_directory(
         raise FormatError(key=key, detail=f"its zip directory is damaged: {error}") from error
 
 
-def _parse(directory: bytes, count: int, key: str) -> dict[str, Record]:
-    records: dict[str, Record] = {}
+def _parse(directory: bytes, count: int, key: str) -> dict[str, ZipRecord]:
+    records: dict[str, ZipRecord] = {}
     at = 0
     for _ in range(count):
         fields = _MEMBER.unpack_from(directory, at)
@@ -131,7 +131,7 @@ def _parse(directory: bytes, count: int, key: str) -> dict[str, Record]:
         packing = "encrypted" if flags & 1 else "compressed" if method or stored != size else ""
         if name in records:
             raise FormatError(key=key, detail=f"two records have the name {name!r:.200}")
-        records[name] = Record(name, header, size, packing=packing, crc32=crc32)
+        records[name] = ZipRecord(name, header, size, packing=packing, crc32=crc32)
     return records
 
 
@@ -150,7 +150,7 @@ def _wide(extra: bytes, size: int, stored: int, header: int) -> tuple[int, int, 
     return size, stored, header
 
 
-def header_range(record: Record, file_size: int, key: str) -> tuple[int, int]:
+def header_range(record: ZipRecord, file_size: int, key: str) -> tuple[int, int]:
     """Returns the place of a record's local header, for ``placed``.
 
     Raises:
@@ -165,7 +165,7 @@ def header_range(record: Record, file_size: int, key: str) -> tuple[int, int]:
     return header, header + _LOCAL.size
 
 
-def placed(record: Record, header: bytes, file_size: int, key: str) -> Record:
+def placed(record: ZipRecord, header: bytes, file_size: int, key: str) -> ZipRecord:
     """Returns a record with its ``start``, which only its local header tells.
 
     Raises:
@@ -178,12 +178,12 @@ def placed(record: Record, header: bytes, file_size: int, key: str) -> Record:
     return msgspec.structs.replace(record, start=start)
 
 
-def locate(record: Record, file_size: int, key: str) -> Reading[Record]:
+def locate(record: ZipRecord, file_size: int, key: str) -> Reading[ZipRecord]:
     """Returns a record with its ``start``. Raises as ``header_range`` and ``placed``."""
     return placed(record, (yield header_range(record, file_size, key)), file_size, key)
 
 
-def read_record(record: Record, file_size: int, key: str) -> Reading[bytes]:
+def read_record(record: ZipRecord, file_size: int, key: str) -> Reading[bytes]:
     """Returns the content of a small record.
 
     Raises:

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from actorsnap.interop.checkpoints import Held
+
 
 class StateDict(UserDict[str, Any]):
     """A dict that is a ``Stateful``. A restore adds and replaces keys, and removes none."""
@@ -34,19 +36,6 @@ class RNGState:
         torch.set_rng_state(state_dict["rng_state"])
 
 
-class _Held:
-    """Stands for a stateful: saves what it had, and keeps what is loaded."""
-
-    def __init__(self, state: dict[str, Any]) -> None:
-        self.state = state
-
-    def state_dict(self) -> dict[str, Any]:
-        return self.state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.state = state_dict
-
-
 @contextmanager
 def generator_held(app_state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields an app state to save or restore. At the end the generator has the state in it.
@@ -62,6 +51,6 @@ def generator_held(app_state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         yield copied
         return
     generator = copied[keys[0]]
-    held = copied[keys[0]] = _Held(generator.state_dict())
+    held = copied[keys[0]] = Held(generator.state_dict())
     yield copied
     generator.load_state_dict(held.state)

@@ -11,7 +11,7 @@ same stored bytes share one read. In this order:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any
@@ -83,6 +83,7 @@ class Allocation:
         buffers: Leaves to decode.
         spread: Views to copy into a distributed target; ``fresh`` has the whole.
         casts: Of distributed targets, by path: their pieces, each with one of the stored dtype.
+        write_backs: See ``Sharding``; after all else.
     """
 
     reads: Reads = field(default_factory=Reads)
@@ -93,6 +94,7 @@ class Allocation:
     buffers: list[tuple[Pair, bytearray]] = field(default_factory=list)
     spread: list[Pair] = field(default_factory=list)
     casts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
+    write_backs: list[Callable[[], None]] = field(default_factory=list)
 
 
 class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -114,6 +116,8 @@ def find_memory(match: Match) -> Allocation:
     views: dict[str, list[_Member]] = {}
     for pair in match.pairs:
         entry = pair.entry
+        if pair.sharding is not None and pair.sharding.write_back is not None:
+            memory.write_backs.append(pair.sharding.write_back)
         match entry:
             case TensorEntry() if pair.sharding is None and entry.path not in match.bases:
                 _add_tensor(memory, match, pair, entry)

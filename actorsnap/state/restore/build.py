@@ -66,6 +66,8 @@ class KeyRestore:
                 vars(value).update(attributes)
         for path, target in match.casts.items():
             values[path] = _cast(memory, path, target, values[path])
+        for write_back in memory.write_backs:
+            write_back()
         for path, other in match.aliases.items():
             values[path] = values[other]
         root = match.rules.root

@@ -1,0 +1,171 @@
+"""What docs/frameworks.md and docs/migrating.md show is there; exports are run.
+
+No framework is imported: names are looked up in the source of the adapters, which
+``tests/frameworks`` runs.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from actorsnap import StateDict
+from actorsnap.cli import app
+from actorsnap.sync import Snapshot
+from tests.pages import ROOT, blocks
+
+PAGES = ["frameworks.md", "migrating.md"]
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / page).read_text()
+
+
+def code_of(page: str) -> ast.Module:
+    found = ast.Module(body=[], type_ignores=[])
+    for block in blocks(text_of(page), "python"):
+        name = f"{page}: {block[:60]!r}"
+        compile(block, name, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        found.body += ast.parse(block, name).body
+    return found
+
+
+def source_of(module: str) -> ast.Module:
+    spec = find_spec(module)
+    assert spec is not None, module
+    assert spec.origin is not None, module
+    return ast.parse(Path(spec.origin).read_text())
+
+
+def names_in(body: list[ast.stmt]) -> Iterator[str]:
+    """Names that a module has after its import."""
+    for node in body:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name
+            case ast.Import() | ast.ImportFrom():
+                yield from [alias.asname or alias.name for alias in node.names]
+            case ast.Assign() | ast.AnnAssign() | ast.If() | ast.Try() | ast.With():
+                for child in ast.walk(node):
+                    if isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
+                        yield child.id
+                    elif isinstance(child, ast.alias):
+                        yield child.asname or child.name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_examples_import_is_there(page: str) -> None:
+    found = 0
+    for node in ast.walk(code_of(page)):
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        module = node.module or ""
+        if module.split(".")[0] != "actorsnap":
+            continue
+        defined = {*names_in(source_of(module).body)}
+        for alias in node.names:
+            found += 1
+            is_module = alias.name not in defined and find_spec(f"{module}.{alias.name}")
+            assert alias.name in defined or is_module, f"{module} has no {alias.name}"
+    assert found >= 5
+
+
+def keywords_of(module: str, name: str) -> set[str] | None:
+    """Returns the parameters of a function, or of a class; None if it takes any, or inherits."""
+    for node in source_of(module).body:
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            continue
+        if node.name != name:
+            continue
+        made: ast.AST = node
+        if isinstance(node, ast.ClassDef):
+            inits = [each for each in node.body if getattr(each, "name", "") == "__init__"]
+            if not inits:
+                return None
+            made = inits[0]
+        assert isinstance(made, ast.FunctionDef | ast.AsyncFunctionDef)
+        if made.args.kwarg is not None:
+            return None
+        return {arg.arg for arg in [*made.args.args, *made.args.kwonlyargs]}
+    return None
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_adapters_take_the_keywords_that_are_shown(page: str) -> None:
+    code = code_of(page)
+    imported = {
+        alias.name: node.module
+        for node in ast.walk(code)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("actorsnap.interop")
+        for alias in node.names
+    }
+    checked = 0
+    for node in ast.walk(code):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+            name = node.func.id
+            known = keywords_of(imported[name] or "", name) if name in imported else None
+            if known is not None:
+                checked += 1
+                assert {each.arg for each in node.keywords} <= known, ast.unparse(node)
+    assert checked >= 2
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_files_that_are_named_exist(page: str) -> None:
+    named = {*re.findall(r"\b(?:tests|examples|docs)/[\w./-]*\w", text_of(page))}
+    assert named
+    assert [name for name in sorted(named) if not (ROOT / name).exists()] == []
+
+
+def anchors_of(page: Path) -> set[str]:
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    here = ROOT / "docs" / page
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", here.read_text())
+    assert links
+    for target, anchor in links:
+        there = (here.parent / target).resolve() if target else here
+        assert there.exists(), target
+        assert not anchor or anchor in anchors_of(there), f"{target}#{anchor}"
+
+
+def without_numbers(text: str) -> str:
+    text = re.sub(r"\d+(\.\d)? ([KM]i)?B\b", "<size>", text)
+    return re.sub(r"\b\d+ (tensor|value|file)s?\b", r"<number> \1", text)
+
+
+def test_exports_of_migrating(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    section = text_of("migrating.md").partition("\n## Export\n")[2].partition("\n## ")[0]
+    state = {"module.weight": torch.ones(3, 2), "module.bias": torch.zeros(3)}
+    Snapshot.take("ckpt/step-100", {"model": StateDict(state)})
+    (block,) = blocks(section, "python")
+    exec(compile(block, "migrating.md", "exec"), {})
+    assert {*torch.load("step-100.pt")["model"]} == {*state}
+    assert (tmp_path / "step-100-dcp" / ".metadata").is_file()
+    assert b'"weight"' in (tmp_path / "hf" / "model.safetensors").read_bytes()
+
+    model = torch.nn.Linear(2, 3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "old.pt")
+    (shown,) = blocks(section)
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    (tmp_path / "hf").rmdir()
+    for session in shown.removeprefix("$ ").split("\n$ "):
+        command, _, expected = session.partition("\n")
+        program, *arguments = command.split()
+        assert program == "actorsnap"
+        found = CliRunner().invoke(app, arguments, catch_exceptions=False)
+        assert (found.exit_code, found.stderr) == (0, ""), command
+        assert without_numbers(found.stdout).rstrip() == without_numbers(expected).rstrip()
