@@ -137,6 +137,7 @@ class Source:
             with anyio.CancelScope(deadline=self._begin()) as scope:
                 async with AsyncExitStack() as storages:
                     reader = await self._reader(host, errands, storages, attempt)
+                    storages.push_async_callback(_close_unpacked, errands, reader)
                     try:
                         with self.naming():
                             yield OpenSource(host, self, reader, errands)
@@ -321,6 +322,12 @@ async def _errands(
         )
     finally:
         over.set()
+
+
+async def _close_unpacked(errands: AbandonableTasks, reader: SnapshotReader) -> None:
+    """Deletes the temporary files over the storage of a checkpoint of another format."""
+    if reader.foreign is not None and reader.foreign.packed:
+        await errands.close(reader.storage.aclose)
 
 
 def _is_damage(error: Exception) -> bool:
