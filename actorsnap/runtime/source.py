@@ -32,6 +32,7 @@ from actorsnap.runtime.partial_index import PartialIndex
 from actorsnap.state.records import Rebuild
 from actorsnap.storage.base import Storage, for_each
 from actorsnap.storage.registry import folder_and_name
+from actorsnap.storage.unpacked import UnpackedStorage
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -326,7 +327,7 @@ async def _errands(
 
 async def _close_unpacked(errands: AbandonableTasks, reader: SnapshotReader) -> None:
     """Deletes the temporary files over the storage of a checkpoint of another format."""
-    if reader.foreign is not None and reader.foreign.packed:
+    if isinstance(reader.storage, UnpackedStorage):
         await errands.close(reader.storage.aclose)
 
 

@@ -108,8 +108,9 @@ class UnpackedStorage(Wrapper):
         finally:
             file.num_readers -= 1
         idle = [name for name, held in self._files.items() if not held.num_readers]
-        for name in idle[: max(0, len(self._files) - _MAX_FILES)]:
-            await self._close(self._files.pop(name))
+        oldest = idle[: max(0, len(self._files) - _MAX_FILES)]
+        for file in [self._files.pop(name) for name in oldest]:
+            await self._close(file)
 
     async def stat(self, key: str) -> ObjectInfo:
         info = await super().stat(key)
