@@ -9,6 +9,7 @@ import os
 import pickle
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -253,6 +254,10 @@ def test_damage_is_found(tmp_path: Path, damage: str) -> None:
     assert not snapshot.verify("full").ok
 
 
+def _replaced(stream: bytes, _: bytes) -> bytes:
+    return stream
+
+
 def test_what_is_no_tensor_is_found_when_opened(tmp_path: Path) -> None:
     streams = {
         "bomb": zstd.compress(bytes(1 << 26)),
@@ -262,7 +267,7 @@ def test_what_is_no_tensor_is_found_when_opened(tmp_path: Path) -> None:
     }
     for name, stream in streams.items():
         save({"a": {"x": LARGE}}, tmp_path / name)
-        change_item(tmp_path / name, "a.x", lambda _, stream=stream: stream)
+        change_item(tmp_path / name, "a.x", partial(_replaced, stream))
         with pytest.raises(FormatError, match=r"'a\.x' in __0_0\.distcp"):
             Snapshot(tmp_path / name).get_manifest()
 
@@ -273,7 +278,7 @@ def test_a_full_temporary_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     def pwrite(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(unpacked.os, "pwrite", pwrite)
+    monkeypatch.setattr(os, "pwrite", pwrite)
     with pytest.raises(StorageFull, match=r"'a\.x' in __0_0.*No space left.*TMPDIR"):
         Snapshot(tmp_path).read_object("a/x")
 
