@@ -24,6 +24,8 @@ from actorsnap.format.tables import check_disjoint, check_foreign_manifest
 from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, for_each
 from actorsnap.storage.joined import JoinedStorage, KeyRange
+from actorsnap.storage.unpacked import Packed, UnpackedStorage
+from actorsnap.storage.wrapper import unwrapped
 
 logger = Log(__name__)
 
@@ -149,11 +151,13 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
         metadata: See ``Snapshot.metadata``; any JSON object.
         step: Of the training, if the files tell.
         joined: Objects of the manifests that are no files, but pieces of files.
+        packed: Which of these are compressed. Their sizes in the manifests are ``Packed.size``.
     """
 
     format: str
     manifests: tuple[RankManifest, ...]
     joined: Mapping[str, tuple[KeyRange, ...]] = {}
+    packed: Mapping[str, Packed] = {}
     metadata: dict[str, Any] = {}
     step: int | None = None
 
@@ -179,10 +183,16 @@ class OpenForeign(msgspec.Struct, frozen=True, kw_only=True):
     files: Mapping[str, ObjectInfo]
     file: str
     joined: Mapping[str, tuple[KeyRange, ...]]
+    packed: Mapping[str, Packed]
 
-    def over(self, storage: Storage) -> Storage:
-        """Returns the storage of the manifests' objects."""
-        return JoinedStorage(storage, self.joined) if self.joined else storage
+    def over(self, storage: Storage, run_blocking: RunBlocking) -> Storage:
+        """Returns the storage of the manifests' objects.
+
+        If there are ``packed`` ones, it must be closed: it makes temporary files.
+        """
+        if self.joined:
+            storage = JoinedStorage(storage, self.joined)
+        return UnpackedStorage(storage, self.packed, run_blocking) if self.packed else storage
 
     def is_still(self, place: Place) -> bool:
         """Whether nothing at the place has changed since, as far as its listing shows."""
@@ -193,7 +203,7 @@ class OpenForeign(msgspec.Struct, frozen=True, kw_only=True):
     async def has_changed(self, storage: Storage) -> bool:
         """Whether a file has another size or time than it had, or is gone."""
         # A listing of an object store has times of another precision than a request for one.
-        slack_s = 0.0 if storage.capabilities.has_blocking_io else 1.0
+        slack_s = 0.0 if unwrapped(storage).capabilities.has_blocking_io else 1.0
         changed: list[str] = []
 
         async def look(key: str) -> None:
@@ -256,6 +266,7 @@ def _checked(found: Foreign, place: Place) -> OpenForeign:
         files=dict(place.used),
         file=place.file,
         joined=found.joined,
+        packed=found.packed,
     )
 
 
@@ -263,7 +274,9 @@ def _digest(found: Foreign) -> str:
     """Returns a name for the content of an index: ranks compare it."""
     # Times differ between copies of a file.
     try:
-        encoded = msgspec.msgpack.encode((found.manifests, found.joined), enc_hook=repr)
+        encoded = msgspec.msgpack.encode(
+            (found.manifests, found.joined, found.packed), enc_hook=repr
+        )
     except OverflowError as error:
         detail = "it has a number of more than 64 bits among its shapes"
         raise FormatError(key=f"the index of {found.format}", detail=detail) from error

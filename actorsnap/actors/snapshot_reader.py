@@ -179,7 +179,7 @@ class SnapshotReader:
         is_same = known is not None and known.commit.attempt == self.attempt
         self.foreign = known if is_same else None
         if self.foreign is not None:
-            self.storage = self.foreign.over(self.storage)
+            self.storage = self.foreign.over(self.storage, self.run_blocking)
 
     async def commit(self) -> Commit:
         """Reads the commit object; of another format, what stands for it.
@@ -199,7 +199,7 @@ class SnapshotReader:
             if self.foreign is None:
                 raise
         self.attempt = self.foreign.commit.attempt
-        self.storage = self.foreign.over(self.storage)
+        self.storage = self.foreign.over(self.storage, self.run_blocking)
         return self.foreign.commit
 
     async def own_commit(self) -> Commit:

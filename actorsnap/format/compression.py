@@ -12,7 +12,7 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
@@ -83,24 +83,71 @@ def _missing_library() -> str:
     return ""
 
 
-def decompress(data: bytes, key: str, max_bytes: int) -> bytes:
-    """Returns what a Zstandard stream of another program holds.
+class ZstdStream:
+    """Decodes a Zstandard stream of another program, of one or more frames.
 
     Raises:
         UnsupportedFormat: No Zstandard library is installed.
-        FormatError: It is damaged, or longer than ``max_bytes`` when decompressed.
     """
-    check_readable(key)
-    zstd = _zstd()
-    decompressor = zstd.ZstdDecompressor()
-    try:
-        found: bytes = decompressor.decompress(data, max_length=max_bytes)
-    except zstd.ZstdError as error:
-        raise FormatError(key=key, detail=f"its zstd stream is damaged: {error}") from error
-    if not decompressor.eof:
-        detail = f"its zstd stream is truncated, or of more than {max_bytes} bytes"
-        raise FormatError(key=key, detail=detail)
+
+    def __init__(self, key: str, max_bytes: int) -> None:
+        check_readable(key)
+        self._key = key
+        self._max_bytes = self._left = max_bytes
+        self._decoder: Any = None
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Yields what the next bytes of the stream hold, in parts of up to ``FRAME_BYTES``.
+
+        Raises:
+            FormatError: It is damaged, or all together is longer than ``max_bytes``.
+        """
+        zstd = _zstd()
+        while data or (self._decoder is not None and not self._decoder.needs_input):
+            if self._decoder is None:
+                self._decoder = zstd.ZstdDecompressor()
+            try:
+                part: bytes = self._decoder.decompress(data, max_length=FRAME_BYTES)
+            except zstd.ZstdError as error:
+                raise self._error(f"is damaged: {error}") from error
+            data = b""
+            if self._decoder.eof:
+                data, self._decoder = self._decoder.unused_data, None
+            self._left -= len(part)
+            if self._left < 0:
+                raise self._error(f"is of more than {self._max_bytes} bytes")
+            if part:
+                yield part
+
+    def end(self) -> None:
+        """Raises ``FormatError`` unless the stream is complete."""
+        if self._decoder is not None or self._left == self._max_bytes:
+            raise self._error("is truncated")
+
+    def _error(self, what: str) -> FormatError:
+        return FormatError(key=self._key, detail=f"its zstd stream {what}")
+
+
+def decompress(data: bytes, key: str, max_bytes: int) -> bytes:
+    """Returns what a stream holds. Raises as ``ZstdStream``."""
+    stream = ZstdStream(key, max_bytes)
+    found = b"".join(stream.feed(data))
+    stream.end()
     return found
+
+
+def decompress_beginning(data: bytes, key: str, nbytes: int) -> bytes:
+    """Returns up to ``nbytes`` bytes that the beginning ``data`` of a stream holds.
+
+    Raises:
+        UnsupportedFormat, FormatError: See ``ZstdStream``.
+    """
+    found = b""
+    for part in ZstdStream(key, nbytes + FRAME_BYTES).feed(data):
+        found += part
+        if len(found) >= nbytes:
+            break
+    return found[:nbytes]
 
 
 def count_frames(nbytes: int) -> int:

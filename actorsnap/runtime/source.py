@@ -32,6 +32,7 @@ from actorsnap.runtime.partial_index import PartialIndex
 from actorsnap.state.records import Rebuild
 from actorsnap.storage.base import Storage, for_each
 from actorsnap.storage.registry import folder_and_name
+from actorsnap.storage.unpacked import UnpackedStorage
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -137,6 +138,7 @@ class Source:
             with anyio.CancelScope(deadline=self._begin()) as scope:
                 async with AsyncExitStack() as storages:
                     reader = await self._reader(host, errands, storages, attempt)
+                    storages.push_async_callback(_close_unpacked, errands, reader)
                     try:
                         with self.naming():
                             yield OpenSource(host, self, reader, errands)
@@ -321,6 +323,12 @@ async def _errands(
         )
     finally:
         over.set()
+
+
+async def _close_unpacked(errands: AbandonableTasks, reader: SnapshotReader) -> None:
+    """Deletes the temporary files over the storage of a checkpoint of another format."""
+    if isinstance(reader.storage, UnpackedStorage):
+        await errands.close(reader.storage.aclose)
 
 
 def _is_damage(error: Exception) -> bool:

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint
 from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint._extension import StreamTransformExtension
 from torch.distributed.checkpoint.filesystem import SerializationFormat, _StorageInfo
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
@@ -413,60 +412,6 @@ def test_a_marker_is_no_checkpoint(tmp_path: Path) -> None:
 
 
 # What else torch writes -----------------------------------------------------------------------
-
-
-class Zstd(StreamTransformExtension):
-    """What torch's ``ZStandard`` does, without its library."""
-
-    name = "stream.zstd"
-
-    @staticmethod
-    def from_descriptor(version: str) -> Zstd:
-        return Zstd()
-
-    @staticmethod
-    def registry_name() -> str:
-        return Zstd.name
-
-    def get_descriptor(self) -> str:
-        return f"{self.name}/1"
-
-    def transform_to(self, output: Any) -> Any:
-        zstd = pytest.importorskip("backports.zstd")
-
-        class Writer(io.BytesIO):
-            def close(self) -> None:
-                if not self.closed:
-                    output.write(zstd.compress(self.getvalue()))
-                super().close()
-
-        return Writer()
-
-    def transform_from(self, input: Any) -> Any:  # noqa: A002  # as torch names it
-        raise NotImplementedError
-
-
-def test_compressed_items(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extensions = [Zstd()]
-    save({"a": {"x": [1, 2], "y": "z" * 5000}}, tmp_path / "values", _extensions=extensions)
-    assert Snapshot(tmp_path / "values").get_state_dict_for_key("a") == {
-        "x": [1, 2],
-        "y": "z" * 5000,
-    }
-    data = (tmp_path / "values" / "__0_0.distcp").read_bytes()
-    (tmp_path / "values" / "__0_0.distcp").write_bytes(data[:10] + bytes(len(data) - 10))
-    with pytest.raises(FormatError, match="zstd stream is"):
-        Snapshot(tmp_path / "values").get_manifest()
-    save({"a": {"x": torch.ones(3)}}, tmp_path / "tensors", _extensions=extensions)
-    with pytest.raises(UsageError, match=r"'a\.x'.*stream\.zstd.*in place"):
-        Snapshot(tmp_path / "tensors").get_manifest()
-    save({"a": {"x": (torch.ones(3),)}}, tmp_path / "inside", _extensions=extensions)
-    with pytest.raises(UsageError, match=r"'a/x'.*compressed"):
-        Snapshot(tmp_path / "inside").read_object("a/x")
-    monkeypatch.setattr(Zstd, "name", "stream.mine")
-    save({"a": {"x": 1}}, tmp_path / "unknown", _extensions=extensions)
-    with pytest.raises(UsageError, match=r"stream\.mine/1"):
-        Snapshot(tmp_path / "unknown").get_manifest()
 
 
 def test_safetensors_files(tmp_path: Path) -> None:

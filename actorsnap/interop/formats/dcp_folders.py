@@ -20,7 +20,7 @@ from actorsnap.actors.formats import Foreign, Place
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import RankManifest, Stored
-from actorsnap.interop.formats.dcp_items import Content, Located, locate_items
+from actorsnap.interop.formats.dcp_items import Content, Located, PackedZip, locate_items
 from actorsnap.interop.formats.dcp_metadata import (
     BYTES_IO,
     DcpMetadata,
@@ -36,6 +36,8 @@ from actorsnap.interop.formats.torch_files import check_state
 from actorsnap.planning.index import ancestors
 from actorsnap.state.composite import is_composite
 from actorsnap.state.tensors import DTYPE_NAMES
+from actorsnap.storage.joined import KeyRange
+from actorsnap.storage.unpacked import Packed
 
 _METADATA = ".metadata"
 _OF_RANK = re.compile(r"__(0|[1-9][0-9]{0,6})\.metadata")
@@ -75,14 +77,22 @@ async def read(place: Place) -> Foreign | None:
         )
     paths = _Paths(ranks)
     manifests = []
+    joined: dict[str, tuple[KeyRange, ...]] = {}
+    packed: dict[str, Packed] = {}
     for rank, metadata in enumerate(ranks):
         items = {item: leaf.fqn for leaf in metadata.leaves for item in leaf.items}
         describer = _Describer(place, rank, await locate_items(place, items, keys[rank]))
         manifests.append(await place.run_blocking(describer.manifest, metadata.leaves, paths))
+        joined.update(describer.description.joined)
+        packed.update(describer.description.packed)
     # What ``interop.dcp`` reads, to name leaves as DCP does.
     mark = {"v": 1, "flat": all([each.is_flat for each in ranks]), "key": paths.key}
     return Foreign(
-        format="torch.distributed.checkpoint", manifests=tuple(manifests), metadata={"dcp": mark}
+        format="torch.distributed.checkpoint",
+        manifests=tuple(manifests),
+        joined=joined,
+        packed=packed,
+        metadata={"dcp": mark},
     )
 
 
@@ -167,11 +177,12 @@ class _Describer:
     """Describes the leaves of a rank."""
 
     def __init__(self, place: Place, rank: int, located: Located) -> None:
-        self._description = Description(place, rank)
+        self.description = Description(place, rank)
         self._located = located
         self._allow_pickle = place.allow_pickle
         # Equal pickles are frequent: learning rates; tensors of one shape.
         self._unpickled: dict[bytes, tuple[Any, Ghosts]] = {}
+        self._packed: dict[StoredItem, PackedZip] = {}
 
     def manifest(self, leaves: Iterable[StoredLeaf], paths: _Paths) -> RankManifest:
         """Raises as ``actors.formats.open_foreign``."""
@@ -181,30 +192,31 @@ class _Describer:
             for parent in [*ancestors(path)][::-1]:
                 if parent in paths.lists and parent not in described:
                     described.add(parent)
-                    self._description.container(parent, "list")
+                    self.description.container(parent, "list")
             for item in leaf.items:
                 self._add(path, leaf, item)
-        return self._description.manifest()
+        return self.description.manifest()
 
     def _add(self, path: str, leaf: StoredLeaf, item: StoredItem) -> None:
         if item.box is not None:
             self._add_box(path, leaf, item, item.box)
             return
-        entries = self._description.entries
+        entries = self.description.entries
         before = len(entries)
         try:
             name = f"{leaf.fqn!r:.200} in {item.file}"
             content = self._located.zips[item]
-            self._add_whole(path, item, content, *self._unpickle(content, name))
+            self._add_whole(path, item, content, *self._unpickle(content, name), name)
         except UsageError as error:
             # The rest of the folder is as good as before.
             del entries[before:]
-            self._description.refused(path, error)
+            self.description.refused(path, error)
 
     def _add_box(self, path: str, leaf: StoredLeaf, item: StoredItem, box: Box) -> None:
         name = f"{leaf.fqn!r:.200} in {item.file}"
         content = self._located.zips.get(item)
         dense: _RowMajor | None
+        ghosts = Ghosts()
         if content is None:
             dense = self._of_safetensors(leaf, item, box)
         else:
@@ -213,38 +225,54 @@ class _Describer:
             dense = _row_major(value, ghosts, content, item)
         is_whole = box.sizes == leaf.shape
         if dense is not None:
-            self._description.tensor(
+            self.description.tensor(
                 path,
                 dense.dtype,
                 box.sizes,
-                self._description.stored(item.file, dense.start, dense.stop),
+                self._stored(item, content, ghosts, dense.start, dense.stop, name),
                 offsets=None if is_whole else box.offsets,
                 global_shape=None if is_whole else leaf.shape,
             )
         elif content is not None and is_whole:
-            self._add_whole(path, item, content, value, ghosts)
+            self._add_whole(path, item, content, value, ghosts, name)
         else:
             raise UsageError(
                 f"{name}: the part at {box.offsets} is not stored row by row. {_CONVERT}"
             )
 
     def _add_whole(
-        self, path: str, item: StoredItem, content: Content, value: Any, ghosts: Ghosts
+        self, path: str, item: StoredItem, content: Content, value: Any, ghosts: Ghosts, name: str
     ) -> None:
         """Adds a value, perhaps with tensors in it, or a tensor that is no rows of elements."""
-        for saved in ghosts.found.values():
-            if saved.key not in content.starts:
-                raise UsageError(
-                    f"{path!r} in {item.file} is compressed, and has tensors in it. {_CONVERT}"
-                )
 
         def stored(saved: SavedStorage, start: int, stop: int) -> Stored:
             begin = content.starts.get(saved.key, item.start)
-            return self._description.stored(item.file, begin + start, begin + stop)
+            return self._stored(item, content, ghosts, begin + start, begin + stop, name)
 
-        StateDescriber(self._description, ghosts, stored, allow_pickle=self._allow_pickle).add(
+        StateDescriber(self.description, ghosts, stored, allow_pickle=self._allow_pickle).add(
             {path: value}
         )
+
+    def _stored(
+        self,
+        item: StoredItem,
+        content: Content | None,
+        ghosts: Ghosts,
+        start: int,
+        stop: int,
+        name: str,
+    ) -> Stored:
+        """Returns bytes of the file, or of what the item holds if that was compressed."""
+        if content is None or not content.is_packed:
+            return self.description.stored(item.file, start, stop)
+        if start == stop:
+            return self.description.stored(item.file, item.start, item.start)
+        packed = self._packed.get(item)
+        if packed is None:
+            storages = [(s.key, content.starts[s.key], s.nbytes) for s in ghosts.found.values()]
+            packed = self._packed[item] = PackedZip.of(item, name, storages)
+        piece = KeyRange(item.file, item.start, item.stop)
+        return self.description.stored_packed(piece, packed, start, stop)
 
     def _unpickle(self, content: Content, name: str) -> tuple[Any, Ghosts]:
         pickled = content.archive.pickle

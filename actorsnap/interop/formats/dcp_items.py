@@ -4,6 +4,10 @@ An item is a zip file of ``torch.save``, of a value or of a tensor, whose data m
 it: the first and the last KiB of each are read, in one read for neighbours. Of a file written with
 ``SerializationFormat.SAFETENSORS`` all tensors are one safetensors file, and are found in its
 header.
+
+What went through torch's ``ZStandard`` is one stream per item. A value is decompressed here; of a
+tensor only the beginning, up to where its data begins: ``storage.unpacked`` does the rest when it
+is read.
 """
 
 from __future__ import annotations
@@ -16,11 +20,23 @@ import msgspec
 
 from actorsnap.actors.formats import Place
 from actorsnap.errors import FormatError, UsageError
-from actorsnap.format.compression import decompress
+from actorsnap.format.compression import decompress, decompress_beginning
 from actorsnap.interop.formats.dcp_metadata import StoredItem
 from actorsnap.interop.formats.safetensors_files import FileTensor, header_end, parse_header
-from actorsnap.interop.formats.torch_files import ZIP_MAGIC, Archive, read_archive
-from actorsnap.interop.formats.zip_directory import Reading, answered_from, locate
+from actorsnap.interop.formats.torch_files import (
+    ZIP_MAGIC,
+    Archive,
+    begin_archive,
+    read_archive,
+)
+from actorsnap.interop.formats.zip_directory import (
+    Reading,
+    ZipRecord,
+    answered_by,
+    check_crc32,
+    locate,
+)
+from actorsnap.storage.unpacked import Packed, ReadAt
 
 _END_BYTES = 1024
 """Read of both ends of a tensor's zip file: torch 2.9 to 2.13 use 700 and 600."""
@@ -41,15 +57,64 @@ _MAX_UNPACKED_BYTES = 1 << 28
 """Of all compressed values of a folder, together."""
 
 
+_BEGINNING_BYTES = 64 << 10
+"""Of what a compressed tensor holds: torch's data begins in the first KiB."""
+
+_PACKED_BYTES = (128 << 10) + 64, 512 << 10
+"""Read of a compressed tensor for its beginning; more if that is not there. A block of zstd, which
+is decompressed at once, has up to 128 KiB."""
+
+_END_OF_ZIP_BYTES = 64 << 10
+"""After the data of a compressed tensor, at most: two small records and the directory."""
+
+
 class Content(msgspec.Struct, frozen=True):
     """A zip file of ``torch.save``.
 
     Attributes:
-        starts: Of its storages in the ``.distcp`` file, by name. Empty if it was compressed.
+        starts: Of its storages, by name: in the ``.distcp`` file; if it was compressed, in it.
+        is_packed: Whether it was compressed. Of a tensor only the first storage is known then.
     """
 
     archive: Archive
     starts: dict[str, int]
+    is_packed: bool = False
+
+
+class PackedZip(Packed, frozen=True):
+    """An item that is compressed.
+
+    Attributes:
+        storages: What is read of it: name, first byte and size.
+    """
+
+    storages: tuple[tuple[str, int, int], ...]
+
+    @classmethod
+    def of(cls, item: StoredItem, name: str, storages: Sequence[tuple[str, int, int]]) -> PackedZip:
+        size = max([start + nbytes for _, start, nbytes in storages])
+        return cls(
+            name=name,
+            num_packed=item.stop - item.start,
+            size=size,
+            max_bytes=_MAX_UNPACKED_BYTES if item.box is None else size + _END_OF_ZIP_BYTES,
+            storages=tuple(storages),
+        )
+
+    def check(self, read: ReadAt, nbytes: int) -> None:
+        """Compares the zip file's directory with ``storages``, and these with their checksums."""
+        answered_by(read, self._check(nbytes))
+
+    def _check(self, nbytes: int) -> Reading[None]:
+        archive = yield from read_archive(nbytes, self.name)
+        for storage, start, size in self.storages:
+            record = archive.storages.get(storage, ZipRecord(storage, -1, -1))
+            if record.size == size:
+                record = yield from locate(record, nbytes, self.name)
+            if (record.start, record.size) != (start, size):
+                detail = f"data/{storage:.80} is not the {size} bytes from byte {start} on"
+                raise FormatError(key=self.name, detail=f"damaged: {detail}")
+            yield from check_crc32(record, self.name)
 
 
 class Located(msgspec.Struct):
@@ -71,7 +136,7 @@ async def locate_items(place: Place, items: Mapping[StoredItem, str], key: str) 
 
     Raises:
         FormatError: A file is missing or too short, or has something else. Names file and item.
-        UsageError: A tensor is compressed, or a transformation is unknown.
+        UsageError: A transformation is unknown.
     """
     ordered = sorted(items, key=lambda item: (item.file, item.start))
     for item in ordered:
@@ -80,7 +145,8 @@ async def locate_items(place: Place, items: Mapping[StoredItem, str], key: str) 
             detail = f"truncated: it has {info.size} bytes, and {items[item]!r:.200} ends at "
             raise FormatError(key=item.file, detail=f"{detail}{item.stop}")
         _check_transforms(item, items[item])
-        if item.transforms and item.stop - item.start > _MAX_UNPACKED_BYTES:
+        is_packed_value = item.transforms and item.box is None
+        if is_packed_value and item.stop - item.start > _MAX_UNPACKED_BYTES:
             detail = f"{items[item]!r:.200} is a compressed value of {item.stop - item.start} bytes"
             raise FormatError(key=item.file, detail=detail)
     located = Located({}, {})
@@ -106,11 +172,8 @@ def _check_transforms(item: StoredItem, fqn: str) -> None:
                 f"{fqn!r} in {item.file} went through {name!r:.100}, an extension of "
                 "torch.distributed.checkpoint, which only the program that wrote it can undo"
             )
-    if item.transforms and item.box is not None:
-        raise UsageError(
-            f"the tensor {fqn!r} in {item.file} is compressed ({_ZSTD}): it cannot be read in "
-            "place. Load the folder with torch.distributed.checkpoint, and save it with actorsnap"
-        )
+    if len(item.transforms) > 1:
+        raise UsageError(f"{fqn!r} in {item.file} was compressed twice, which torch does not do")
 
 
 def _parse(item: StoredItem, fqn: str, located: Located) -> Reading[Content | None]:
@@ -121,11 +184,12 @@ def _parse(item: StoredItem, fqn: str, located: Located) -> Reading[Content | No
     """
     size = item.stop - item.start
     name = f"{fqn!r:.200} in {item.file}"
+    if item.transforms and item.box is not None:
+        return (yield from _parse_packed_tensor(size, name))
     if item.transforms:
         data = decompress((yield 0, size), name, _MAX_UNPACKED_BYTES - located.num_unpacked)
         located.num_unpacked += len(data)
-        archive = answered_from(data, read_archive(len(data), name))
-        return Content(archive, {})
+        return answered_by(lambda start, stop: data[start:stop], _parse_packed_value(data, name))
     if (yield 0, min(size, len(ZIP_MAGIC))) != ZIP_MAGIC:
         return None
     archive = yield from read_archive(size, name, tail_bytes=_END_BYTES)
@@ -134,6 +198,27 @@ def _parse(item: StoredItem, fqn: str, located: Located) -> Reading[Content | No
         placed = yield from locate(record, size, name)
         starts[storage] = item.start + placed.start
     return Content(archive, starts)
+
+
+def _parse_packed_tensor(size: int, name: str) -> Reading[Content]:
+    for nbytes in _PACKED_BYTES:
+        packed = yield 0, min(nbytes, size)
+        beginning = decompress_beginning(packed, name, _BEGINNING_BYTES)
+        archive = begin_archive(beginning, name)
+        if archive is not None:
+            starts = {storage: record.start for storage, record in archive.storages.items()}
+            return Content(archive, starts, is_packed=True)
+    detail = f"its zstd stream of {size} bytes is truncated, or begins with no tensor of torch.save"
+    raise FormatError(key=name, detail=detail)
+
+
+def _parse_packed_value(data: bytes, name: str) -> Reading[Content]:
+    archive = yield from read_archive(len(data), name)
+    starts: dict[str, int] = {}
+    for storage, record in archive.storages.items():
+        placed = yield from locate(record, len(data), name)
+        starts[storage] = placed.start
+    return Content(archive, starts, is_packed=True)
 
 
 class _Parsing:
@@ -174,6 +259,8 @@ class _Unread(Exception):
 
 def _first_reads(item: StoredItem) -> list[_Range]:
     start, stop = item.start, item.stop
+    if item.transforms and item.box is not None:
+        return [(start, min(stop, start + _PACKED_BYTES[0]))]
     is_whole = item.transforms or (item.box is None and stop - start <= _READ_BYTES)
     if is_whole or stop - start <= 2 * _END_BYTES:
         return [(start, stop)]

@@ -23,6 +23,7 @@ from actorsnap.format.manifest import (
 from actorsnap.state import objects
 from actorsnap.state.tree import escape
 from actorsnap.storage.joined import KeyRange
+from actorsnap.storage.unpacked import Packed
 
 DEFAULT_KEY = "model"
 """Top-level key of a checkpoint that has no top level: tensors by name."""
@@ -42,6 +43,7 @@ class Description:
         self._objects: list[ObjectRecord] = []
         self.entries: list[Entry] = []
         self.joined: dict[str, tuple[KeyRange, ...]] = {}
+        self.packed: dict[str, Packed] = {}
 
     def stored(self, key: str, start: int, stop: int) -> Stored:
         """Returns bytes ``[start, stop)`` of a file that ``Place.find`` has found."""
@@ -56,6 +58,22 @@ class Description:
         self.joined[key] = tuple(pieces)
         size = sum([piece.stop - piece.start for piece in pieces])
         return Stored(self._add_object(key, size), 0, size, ())
+
+    def stored_packed(self, piece: KeyRange, packed: Packed, start: int, stop: int) -> Stored:
+        """Returns bytes ``[start, stop)`` of what a stream in a file holds.
+
+        Raises:
+            FormatError: A file has the name that stands for the stream.
+        """
+        key = f"{piece.key}/{piece.start}"
+        if key in self._place.used:
+            detail = f"the stream in {piece.key!r} at byte {piece.start} has the same name"
+            raise FormatError(key=key, detail=detail)
+        if key not in self._numbers:
+            self.joined[key] = (piece,)
+            self.packed[key] = packed
+            self._add_object(key, packed.size)
+        return Stored(self._numbers[key], start, stop, ())
 
     def _add_object(self, key: str, size: int) -> int:
         number = self._numbers[key] = len(self._objects)

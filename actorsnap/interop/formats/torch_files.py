@@ -31,6 +31,7 @@ from actorsnap.interop.formats.zip_directory import (
     Reading,
     ZipRecord,
     answered,
+    first_records,
     header_range,
     placed,
     read_directory,
@@ -96,7 +97,8 @@ class Archive(msgspec.Struct, frozen=True):
 
     Attributes:
         pickle: Content of the record ``data.pkl``.
-        storages: Records by the storage's name, with ``start`` still unknown.
+        storages: Records by the storage's name, with ``start`` still unknown; in the beginning of a
+            file with ``start``, and perhaps without ``size`` (-1).
     """
 
     pickle: bytes
@@ -109,7 +111,7 @@ class Archive(msgspec.Struct, frozen=True):
             FormatError: It is missing, or of another size.
         """
         record = self.storages.get(saved.key)
-        if record is None or record.size != saved.nbytes:
+        if record is None or record.size not in (saved.nbytes, -1):
             has = "no" if record is None else f"{record.size} bytes of"
             detail = f"it has {has} data/{saved.key:.80}, which has {saved.nbytes} bytes"
             raise FormatError(key=key, detail=detail)
@@ -140,6 +142,33 @@ def read_archive(size: int, key: str, **tail_bytes: int) -> Reading[Archive]:
     begin = f"{prefix}data/"
     storages = {n.removeprefix(begin): r for n, r in records.items() if n.startswith(begin)}
     return Archive(pickled, storages)
+
+
+def begin_archive(beginning: bytes, key: str) -> Archive | None:
+    """Returns what the beginning of a zip file of ``torch.save`` shows, up to the first storage.
+
+    Returns:
+        None: More is needed.
+
+    Raises:
+        UsageError: It is big-endian.
+        FormatError: It is no such file.
+    """
+    pickled: bytes | None = None
+    for record, content in first_records(beginning, key):
+        _, _, name = record.name.partition("/")
+        if name.startswith("data/"):
+            found = {name.removeprefix("data/"): record}
+            return None if pickled is None else Archive(pickled, found)
+        if record.size < 0:
+            return None
+        if name == "byteorder":
+            _check_order(content, key)
+        elif f"/{name}" == _PICKLE:
+            pickled = content
+        elif name == ".data/serialization_id":  # the last one
+            return None if pickled is None else Archive(pickled, {})
+    return None
 
 
 def check_state(state: Any, num_pickled: int, key: str) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Awaitable, Callable, Generator
+from collections.abc import Awaitable, Callable, Generator, Iterator
 from typing import TypeAlias, TypeVar
 
 import msgspec
@@ -24,6 +24,9 @@ _END_64 = struct.Struct("<4sQ2H2L4Q")
 _LOCATOR_64 = struct.Struct("<4sLQL")
 _MEMBER = struct.Struct("<4s6H3L5H2L")
 _LOCAL = struct.Struct("<4s5H3L2H")
+_DESCRIPTOR = struct.Struct("<4s3L")
+_HAS_DESCRIPTOR = 8
+"""The flag of a record whose checksum and size follow its bytes."""
 
 _MAX_COMMENT_BYTES = 1 << 16
 _TAIL_BYTES = _END.size + _LOCATOR_64.size + _END_64.size + _MAX_COMMENT_BYTES
@@ -31,6 +34,9 @@ _IN_64 = 0xFFFFFFFF
 
 _MAX_READ_BYTES = 1 << 28
 """Of a directory, and of a record that is read whole: the largest that is taken for true."""
+
+_CRC_BYTES = 1 << 20
+"""Read at a time of a record that is not read whole."""
 
 
 class ZipRecord(msgspec.Struct, frozen=True):
@@ -61,14 +67,14 @@ async def answered(reading: Reading[T], read: Callable[[int, int], Awaitable[byt
         return result
 
 
-def answered_from(data: bytes, reading: Reading[T]) -> T:
-    """Returns the result of ``reading`` a file whose content is ``data``."""
+def answered_by(read: Callable[[int, int], bytes], reading: Reading[T]) -> T:
+    """``answered`` for a ``read`` that is not async."""
     try:
-        start, stop = next(reading)
+        wanted = next(reading)
         while True:
-            start, stop = reading.send(data[start:stop])
-    except StopIteration as ended:
-        result: T = ended.value
+            wanted = reading.send(read(*wanted))
+    except StopIteration as stop:
+        result: T = stop.value
         return result
 
 
@@ -194,6 +200,70 @@ def read_record(record: ZipRecord, file_size: int, key: str) -> Reading[bytes]:
     found = yield from locate(record, file_size, key)
     data = yield found.start, found.start + found.size
     if record.crc32 and zlib.crc32(data) != record.crc32:
-        detail = f"damaged: the bytes of {record.name!r:.200} do not match its checksum"
-        raise FormatError(key=key, detail=detail)
+        raise _mismatch(record, key)
     return data
+
+
+def check_crc32(record: ZipRecord, key: str) -> Reading[None]:
+    """Compares the bytes of a record of any size, with its ``start``, with its checksum.
+
+    Raises:
+        FormatError: They do not match.
+    """
+    found, stop = 0, record.start + record.size
+    for start in range(record.start, stop if record.crc32 else 0, _CRC_BYTES):
+        found = zlib.crc32((yield start, min(start + _CRC_BYTES, stop)), found)
+    if found != record.crc32:
+        raise _mismatch(record, key)
+
+
+def _mismatch(record: ZipRecord, key: str) -> FormatError:
+    detail = f"damaged: the bytes of {record.name!r:.200} do not match its checksum"
+    return FormatError(key=key, detail=detail)
+
+
+def first_records(beginning: bytes, key: str) -> Iterator[tuple[ZipRecord, bytes]]:
+    """Yields the records that begin in the beginning of a zip file, by their local headers.
+
+    The last one may end beyond it; its ``size`` is -1 then, its content what is there. So is that
+    of a record whose writer told its size afterwards, of 4 GiB or more.
+
+    Raises:
+        FormatError: There is something else, or a record is packed.
+    """
+    at = 0
+    while at + _LOCAL.size <= len(beginning) and beginning[at : at + 4] != b"PK\x01\x02":
+        magic, _, flags, method, *_, crc32, stored, size, name_len, extra_len = _LOCAL.unpack_from(
+            beginning, at
+        )
+        start = at + _LOCAL.size + name_len + extra_len
+        if start > len(beginning):
+            return
+        if magic != b"PK\x03\x04" or method or flags & 1 or stored != size:
+            raise FormatError(key=key, detail=f"at byte {at} is no record that torch.save writes")
+        stop = start + size
+        if flags & _HAS_DESCRIPTOR:
+            stop, crc32 = _find_end(beginning, start)
+        try:
+            name = beginning[at + _LOCAL.size : start - extra_len].decode()
+        except UnicodeDecodeError as error:
+            raise FormatError(key=key, detail=f"its zip file is damaged: {error}") from error
+        is_whole = start <= stop <= len(beginning) and size != _IN_64
+        size = stop - start if is_whole else -1
+        yield ZipRecord(name, at, size, start, crc32=crc32), beginning[start:stop]
+        if not is_whole:
+            return
+        at = stop + (_DESCRIPTOR.size if flags & _HAS_DESCRIPTOR else 0)
+
+
+def _find_end(beginning: bytes, start: int) -> tuple[int, int]:
+    """Returns where a record from ``start`` on ends, and its checksum; (-1, 0) if beyond it."""
+    at = beginning.find(b"PK\x07\x08", start)
+    while 0 <= at <= len(beginning) - _DESCRIPTOR.size:
+        _, crc32, stored, size = _DESCRIPTOR.unpack_from(beginning, at)
+        if stored == size == at - start and (
+            not crc32 or zlib.crc32(memoryview(beginning)[start:at]) == crc32
+        ):
+            return at, crc32
+        at = beginning.find(b"PK\x07\x08", at + 1)
+    return -1, 0
