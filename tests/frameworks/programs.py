@@ -13,7 +13,7 @@ import pytest
 __all__ = ["ROOT", "needs", "run"]
 
 ROOT = Path(__file__).resolve().parents[2]
-LIMIT_S = 200.0
+LIMIT_S = 380.0
 
 
 def needs(*packages: str) -> list[pytest.MarkDecorator]:
