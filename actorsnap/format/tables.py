@@ -284,7 +284,8 @@ def encode_rank_manifest(manifest: RankManifest) -> bytes:
     entries = manifest.entries
     try:
         groups = [entries[at : at + PAGE_ENTRIES] for at in range(0, len(entries), PAGE_ENTRIES)]
-        pages = [encoder.encode_lines(group) for group in groups]
+        # msgspec keeps the iterator of anything but a list for ever.
+        pages = [encoder.encode_lines(list(group)) for group in groups]
         hashes = _hashes_of([entry.path for entry in entries])
         head = ManifestHead(
             attempt=manifest.attempt,
