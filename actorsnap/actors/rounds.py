@@ -107,6 +107,9 @@ class CoordinatorActor:
         self._deadline = deadline
         self._committer = committer
         self._trouble = trouble
+        # Two tasks handle events. The end of the call cancels both, but not between the messages
+        # of a verdict: the other ranks would wait for theirs.
+        self._handling = anyio.Lock(fast_acquire=True)
         self._over = anyio.Event()
         self._tasks: anyio.abc.TaskGroup
 
@@ -129,6 +132,10 @@ class CoordinatorActor:
             await self._handle(event)
 
     async def _handle(self, event: CoordinatorEvent) -> None:
+        async with self._handling:
+            await self._handle_alone(event)
+
+    async def _handle_alone(self, event: CoordinatorEvent) -> None:
         commands = deque(self._machine.handle(event))
         while commands:
             match commands.popleft():

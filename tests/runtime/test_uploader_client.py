@@ -417,8 +417,8 @@ def test_an_error_of_the_storage_arrives_with_its_fields_and_cause(
         slow("put", "Speechless", "store"),
         slow("complete", "Unreadable", "store"),
         slow("write_at", "Mistyped", "store"),
-        slow("stat", "Fieldless", "commit"),
-        slow("stat", "CancelledError", "commit"),
+        slow("list", "Fieldless", "commit"),
+        slow("list", "CancelledError", "commit"),
         ("put_if_absent", "BaseExceptionGroup", "commit"),
     ],
 )
