@@ -337,11 +337,11 @@ async def _cancel_at(barrier: Barrier, scope: anyio.CancelScope) -> None:
 class Clock:
     """The time on the runtime's loop, which a test may put forward: no deadline takes seconds."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._loop = host.Host.get()._loop
+    def __init__(self) -> None:
+        self._loop: Any = host.Host.get()._loop
         self._time = self._loop.time
         self._ahead_s = 0.0
-        monkeypatch.setattr(self._loop, "time", self._now, raising=False)
+        self._loop.time = self._now
 
     def _now(self) -> float:
         return self._time() + self._ahead_s
@@ -351,16 +351,23 @@ class Clock:
         self._loop.call_soon_threadsafe(lambda: None)  # looks at its timers
 
 
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    """The runtime ends with it: timers that it has set would wait for hours in the time after."""
+    host.shutdown()
+    yield Clock()
+    host.shutdown()
+
+
 @pytest.mark.parametrize("is_async", [False, True], ids=["take", "async_take"])
 async def test_the_deadline_ends_a_stalled_save(
     tmp_path: Path,
     is_async: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
     no_leaks_behind: None,
 ) -> None:
     """Wherever the storage stops answering, the caller is told when the time is over."""
     options = Options(fsync=False, timeout_s=3000)
-    clock = Clock(monkeypatch)
     verbs_hit = []
 
     async def work(url: str) -> None:
