@@ -338,10 +338,10 @@ class Clock:
     """The time on the runtime's loop, which a test may put forward: no deadline takes seconds."""
 
     def __init__(self) -> None:
-        self._loop: Any = host.Host.get()._loop
+        self._loop = host.Host.get()._loop
         self._time = self._loop.time
         self._ahead_s = 0.0
-        self._loop.time = self._now
+        setattr(self._loop, "time", self._now)  # noqa: B010
 
     def _now(self) -> float:
         return self._time() + self._ahead_s
