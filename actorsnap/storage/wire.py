@@ -12,8 +12,12 @@ import http.client
 import select
 import socket
 import ssl
+import struct
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 from urllib.parse import SplitResult, unquote, urlsplit
 
@@ -25,6 +29,9 @@ from actorsnap.storage.network import NetworkOptions
 
 _SMALL_BYTES = 64 * 1024
 """Smaller neighbours are joined: copying costs less than a system call each."""
+
+_MAX_VIEWS = 512
+"""Views that one system call fills; Linux takes 1024."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -259,6 +266,11 @@ class _Connection(http.client.HTTPConnection):
             )
             self._check_cut()
             self.sock.do_handshake()
+        else:
+            # For calls in ``_blocking``.
+            stall = struct.pack("ll", *divmod(round(self._stall_s * 1e6), 1_000_000))
+            for name in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+                self.sock.setsockopt(socket.SOL_SOCKET, name, stall)
         self.sock.settimeout(self._stall_s)
 
     def _ensure_connected(self) -> None:
@@ -299,7 +311,7 @@ class _Connection(http.client.HTTPConnection):
             headers = {name.lower(): response.getheader(name, "") for name in response.headers}
             body = b""
             if incoming is not None and response.status in (200, 206):
-                _fill(response, incoming)
+                self._fill(response, incoming)
             else:
                 body = response.read(request.kept_bytes)
                 if response.length and len(body) < (request.kept_bytes or 0):
@@ -326,8 +338,9 @@ class _Connection(http.client.HTTPConnection):
             self.putheader("Content-Length", str(num_bytes))
         try:
             self.endheaders()
-            for view in _join_small(outgoing):
-                self.sock.sendall(view)
+            with self._blocking():
+                for view in _join_small(outgoing):
+                    self.sock.sendall(view)
         except (BrokenPipeError, ConnectionResetError):
             # A server that refuses a body answers before it hangs up.
             self._check_cut()
@@ -335,6 +348,47 @@ class _Connection(http.client.HTTPConnection):
             response.will_close = True
             return response
         return self.getresponse()
+
+    def _fill(self, response: http.client.HTTPResponse, views: Sequence[memoryview]) -> None:
+        wanted = sum(view.nbytes for view in views)
+        if response.length != wanted:
+            raise WrongLength(
+                f"{wanted} bytes were requested, and {response.length} are to come",
+                num_bytes=response.length,
+            )
+        rest = deque([view.cast("B") for view in views if view.nbytes])
+        if rest and self.sock is not None and self._ssl_context is None:
+            # What came with the headers is in the response's buffer.
+            _read(response, rest, len(response.peek()))
+            with self._blocking():
+                while rest:
+                    some = list(islice(rest, _MAX_VIEWS))
+                    num_bytes = self.sock.recvmsg_into(some, 0, socket.MSG_WAITALL)[0]
+                    response.length -= num_bytes
+                    _skip(rest, num_bytes)
+        _read(response, rest, wanted)
+        response.read()  # detects the end
+
+    @contextmanager
+    def _blocking(self) -> Iterator[None]:
+        """Lets the kernel wait for bulk bytes: a call moves all of its views, without the GIL.
+
+        With Python's timeouts each call moves what fits into the kernel's buffers, and the thread
+        then waits for the GIL. The kernel adds up the waits of a call, which then returns what it
+        has moved: a silence of up to twice the limit may pass. Not for TLS, whose records are
+        small.
+        """
+        if self._ssl_context is not None:
+            yield
+            return
+        sock = self.sock
+        sock.settimeout(None)
+        try:
+            yield
+        except BlockingIOError:
+            raise TimeoutError from None
+        finally:
+            sock.settimeout(self._stall_s)
 
     def _translate_error(self, error: Exception, deadline_s: float) -> WireError:
         place = self.place
@@ -368,21 +422,22 @@ class _NoConnection(OSError):
     """No address of the server could be reached."""
 
 
-def _fill(response: http.client.HTTPResponse, views: Sequence[memoryview]) -> None:
-    wanted = sum(view.nbytes for view in views)
-    if response.length != wanted:
-        raise WrongLength(
-            f"{wanted} bytes were requested, and {response.length} are to come",
-            num_bytes=response.length,
-        )
-    for view in views:
-        rest = view.cast("B") if view.nbytes else view[:0]
-        while rest:
-            num_bytes = response.readinto(rest)
-            if not num_bytes:
-                raise _HungUp
-            rest = rest[num_bytes:]
-    response.read()  # detects the end
+def _read(response: http.client.HTTPResponse, rest: deque[memoryview], num_bytes: int) -> None:
+    """Reads up to ``num_bytes`` into the views of ``rest``, of which what is left stays."""
+    while rest and num_bytes:
+        received = response.readinto(rest[0][:num_bytes])
+        num_bytes -= received
+        _skip(rest, received)
+
+
+def _skip(rest: deque[memoryview], num_bytes: int) -> None:
+    """Removes the bytes that were received."""
+    if not num_bytes:
+        raise _HungUp
+    while num_bytes and num_bytes >= len(rest[0]):
+        num_bytes -= len(rest.popleft())
+    if num_bytes:
+        rest[0] = rest[0][num_bytes:]
 
 
 def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]:
