@@ -13,6 +13,7 @@ import anyio.lowlevel
 import msgspec
 
 from actorsnap.actors.budget import Budget, Purpose
+from actorsnap.actors.crew import Crew
 from actorsnap.actors.snapshot_reader import missing_is_damage, read_intact
 from actorsnap.actors.trace import NULL_RECORDER, Recorder, Row, Wait, Work
 from actorsnap.errors import ChecksumMismatch, StorageError
@@ -21,6 +22,7 @@ from actorsnap.format.compression import FRAME_BYTES, Unpacker, check_readable
 from actorsnap.format.manifest import BytesEntry, RankManifest, Stored, TensorEntry
 from actorsnap.planning.index import Index, ShardedEntry
 from actorsnap.planning.restore import ChunkMap, Extent, Range, Read, chunk_maps, plan_reads
+from actorsnap.planning.transfers import ReadQueue
 from actorsnap.state.sources import ByteSink
 from actorsnap.storage.base import RunBlocking, Storage
 
@@ -110,16 +112,19 @@ class FetcherPool:
                     return not has_ended
             return False
 
-        async def work() -> None:
+        async def work(crew: Crew) -> None:
             with self.recorder.row("fetcher") as row:
-                while await self.run_blocking(read_turn, row):
-                    pass
-                for read in others_left:
+                has_more = bool(in_place)
+                while has_more:
+                    has_more = await self.run_blocking(read_turn, row)
+                while not crew.is_too_many and (read := queue.take(crew.at_once)) is not None:
                     fetch = partial(self._fetch_one, requests, read, chunks.get(read.key), row)
-                    with missing_is_damage(read.key):
+                    nbytes = read.stop - read.start
+                    with missing_is_damage(read.key), crew.transfer(nbytes) as seconds:
                         await read_intact(self.storage, fetch)
-                    read_bytes.append(read.stop - read.start)
-                    self.on_read(read.stop - read.start)
+                        queue.end(nbytes, seconds())
+                    read_bytes.append(nbytes)
+                    self.on_read(nbytes)
 
         async def stop_threads_when_cancelled() -> None:
             nonlocal has_ended
@@ -128,23 +133,27 @@ class FetcherPool:
             finally:
                 has_ended = True
 
-        in_place_left, others_left = iter(in_place), iter(others)
-        num_reads = len(in_place) + len(others)
+        in_place_left = iter(in_place)
+        queue = ReadQueue(
+            others,
+            may_join=lambda read: read.key not in chunks and _is_addressable(requests, read),
+            max_gap_bytes=self.max_gap_bytes,
+        )
         async with anyio.create_task_group() as outer:
             outer.start_soon(stop_threads_when_cancelled)
             async with anyio.create_task_group() as tasks:
-                for _ in range(min(self.num_fetchers, num_reads)):
-                    tasks.start_soon(work)
+                num_workers = min(self.num_fetchers, len(in_place) + len(others))
+                Crew(tasks, work, self.storage, num_workers).start()
             outer.cancel_scope.cancel()
         planned_bytes = sum(read.stop - read.start for read in (*in_place, *others))
-        if len(read_bytes) != num_reads or sum(read_bytes) != planned_bytes:
+        if sum(read_bytes) != planned_bytes:
             await anyio.lowlevel.checkpoint_if_cancelled()
             raise StorageError(
                 op="read_into",
                 key="",
                 backend=self.storage.url,
-                detail=f"{len(read_bytes)} of {num_reads} reads returned {sum(read_bytes)} of "
-                f"{planned_bytes} bytes, without an error",
+                detail=f"{len(read_bytes)} reads returned {sum(read_bytes)} of {planned_bytes} "
+                "bytes, without an error",
             )
 
     def _plan(

@@ -17,6 +17,7 @@ from actorsnap.actors.abandonable import first_error
 from actorsnap.actors.checksum_ledger import manifest_of
 from actorsnap.actors.commit import is_committed
 from actorsnap.actors.compressor import CompressedStore
+from actorsnap.actors.crew import Crew
 from actorsnap.actors.items import SaveContext, StagedChunk, Staging, StagingOrder, release_leases
 from actorsnap.actors.object_writers import RankObjects
 from actorsnap.actors.rounds import ParticipantActor
@@ -255,7 +256,8 @@ class Saver:
                 async with anyio.create_task_group() as tasks:
                     tasks.start_soon(self._stage, staging_order)
                     tasks.start_soon(self._open_objects, objects)
-                    for _ in range(num_uploaders):
+
+                    async def upload(crew: Crew) -> None:
                         uploader = UploaderActor(
                             context,
                             objects,
@@ -265,7 +267,9 @@ class Saver:
                             is_stopped=lambda: self._has_stopped,
                             compressed=compressed,
                         )
-                        tasks.start_soon(uploader.run)
+                        await uploader.run(crew)
+
+                    Crew(tasks, upload, objects.storage, num_uploaders).start()
                 watch.cancel_scope.cancel()
         finally:
             with staged_out:

@@ -16,6 +16,7 @@ from anyio.streams.memory import MemoryObjectReceiveStream
 
 from actorsnap.actors.checksum_ledger import ChecksumLedger
 from actorsnap.actors.compressor import CompressedStore
+from actorsnap.actors.crew import Crew
 from actorsnap.actors.items import SaveContext, StagedChunk
 from actorsnap.actors.object_writers import RankObjects
 from actorsnap.actors.trace import Row, Wait, Work
@@ -52,8 +53,8 @@ class UploaderActor:
     is_stopped: Callable[[], bool]
     compressed: CompressedStore | None
 
-    async def run(self) -> None:
-        """Stores chunks.
+    async def run(self, crew: Crew) -> None:
+        """Stores chunks, until there are no more or the crew has too many workers.
 
         Raises:
             StorageError: A write failed; the chunk's lease is released.
@@ -65,13 +66,18 @@ class UploaderActor:
                 await anyio.sleep(_HEAD_START_S)
             recorder = self.context.recorder
             with recorder.row("uploader") as row:
-                async for staged in self.chunks:
+                while not crew.is_too_many:
+                    try:
+                        staged = await self.chunks.receive()
+                    except anyio.EndOfStream:
+                        break
                     row.note(Wait.CHUNK)
                     recorder.sample(
                         "staged chunks", lambda: self.chunks.statistics().current_buffer_used
                     )
                     try:
-                        await self._store(staged, row)
+                        with crew.transfer(staged.chunk.stop - staged.chunk.start):
+                            await self._store(staged, row)
                     finally:
                         if staged.lease is not None:
                             staged.lease.release()
