@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
+import hmac
 import logging
 import re
 import ssl
@@ -27,8 +29,7 @@ from aiobotocore.awsrequest import AioAWSResponse
 from aiobotocore.config import AioConfig
 from aiobotocore.session import AioSession
 from botocore import UNSIGNED
-from botocore.auth import S3SigV4Auth
-from botocore.awsrequest import AWSPreparedRequest, AWSRequest
+from botocore.awsrequest import AWSPreparedRequest
 from botocore.exceptions import (
     BotoCoreError,
     ClientError,
@@ -54,7 +55,7 @@ from actorsnap.errors import (
 from actorsnap.release import RELEASE
 from actorsnap.storage.base import RunBlocking
 from actorsnap.storage.network import NetworkOptions, check_secret, parse_retry_after, remedy
-from actorsnap.storage.wire import Request, Response, Wire, WireError
+from actorsnap.storage.wire import Request, Response, Wire, WireError, host_header
 
 MIB = 1 << 20
 
@@ -249,10 +250,9 @@ class S3Client:
             credentials = await self._session.get_credentials()
             if credentials is None:
                 raise NoCredentialsError
-            request = AWSRequest(method=method, url=url, headers=sent)
             frozen = await credentials.get_frozen_credentials()
-            _Signer(frozen, at.region, payload).add_auth(request)
-            sent = dict(request.headers.items())
+            now = datetime.now(UTC)
+            sent |= sign(method, url, sent, frozen, region=at.region, payload=payload, now=now)
         deadline_s = self.options.transfer_timeout_s
         return Request(method=method, url=url, headers=sent, deadline_s=deadline_s)
 
@@ -327,15 +327,52 @@ class S3Client:
         return AioAWSResponse(request.url, response.status, response.headers, _Body(response.body))
 
 
-class _Signer(S3SigV4Auth):  # type: ignore[misc]
-    """Signs with a given hash of the payload."""
+def sign(
+    method: str,
+    url: str,
+    headers: Mapping[str, str],
+    credentials: Any,
+    *,
+    region: str,
+    payload: str,
+    now: datetime,
+) -> dict[str, str]:
+    """Returns the headers of a signature, AWS4-HMAC-SHA256, for headers and the hash of a payload.
 
-    def __init__(self, credentials: Any, region: str, payload: str) -> None:
-        super().__init__(credentials, "s3", region)
-        self._payload = payload
+    That of botocore takes four times as long, on the loop, which all requests share.
 
-    def payload(self, request: AWSRequest) -> str:
-        return self._payload
+    Args:
+        url: Quoted, with its query in any order.
+        credentials: Frozen ones of botocore.
+    """
+    at = urlsplit(url)
+    added = {"X-Amz-Date": now.strftime("%Y%m%dT%H%M%SZ"), "X-Amz-Content-SHA256": payload}
+    if credentials.token:
+        added["X-Amz-Security-Token"] = credentials.token
+    signed = {name.lower(): " ".join(value.split()) for name, value in {**headers, **added}.items()}
+    signed.pop("user-agent", None)  # proxies change it
+    signed["host"] = host_header(at)
+    ordered = sorted(signed.items())
+    names = ";".join([name for name, _ in ordered])
+    lines = [method, at.path, "&".join(sorted(at.query.split("&")))]
+    lines += [f"{name}:{value}" for name, value in ordered]
+    digest = hashlib.sha256("\n".join([*lines, "", names, payload]).encode()).hexdigest()
+    scope = f"{added['X-Amz-Date'][:8]}/{region}/s3/aws4_request"
+    text = f"AWS4-HMAC-SHA256\n{added['X-Amz-Date']}\n{scope}\n{digest}"
+    signature = hmac.digest(_signing_key(credentials.secret_key, scope), text.encode(), "sha256")
+    added["Authorization"] = (
+        f"AWS4-HMAC-SHA256 Credential={credentials.access_key}/{scope}, "
+        f"SignedHeaders={names}, Signature={signature.hex()}"
+    )
+    return added
+
+
+@functools.lru_cache(maxsize=8)
+def _signing_key(secret: str, scope: str) -> bytes:
+    key = f"AWS4{secret}".encode()
+    for part in scope.split("/"):
+        key = hmac.digest(key, part.encode(), "sha256")
+    return key
 
 
 class _Body:

@@ -325,7 +325,7 @@ class _Connection(http.client.HTTPConnection):
             request.url if self._names_whole_url else f"{url.path or '/'}?{url.query}".rstrip("?")
         )
         self.putrequest(request.method, path, skip_host=True, skip_accept_encoding=True)
-        self.putheader("Host", _host_header(url))
+        self.putheader("Host", host_header(url))
         for name, value in {**request.headers, **self._proxy_headers}.items():
             try:
                 self.putheader(name, value)
@@ -454,7 +454,7 @@ def _join_small(views: Sequence[memoryview]) -> Iterator[memoryview | bytearray]
         yield small
 
 
-def _host_header(url: SplitResult) -> str:
+def host_header(url: SplitResult) -> str:
     """Returns the host as signed: with the port only if it is not the scheme's own."""
     if url.port == {"http": 80, "https": 443}[url.scheme]:
         return url.netloc.rpartition(":")[0]
