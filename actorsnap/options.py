@@ -76,8 +76,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
             budget; the initial one is 60 % of the memory that is free when the runtime starts,
             within the cgroups' limits, and at most 64 GiB.
         chunk_bytes: The unit of staging and I/O; at least 2 MiB. A small budget makes chunks
-            smaller.
-        num_uploaders: Chunks hashed and written, or fetched, at once.
+            smaller. Reads over a network that need no staging memory grow to 64 MiB.
+        num_uploaders: Most chunks hashed and written, or fetched, at once. Over a network 8 are the
+            beginning, and more follow while they bring more speed; elsewhere 8 are the most.
         max_objects: Data objects written in parallel, per top-level key.
         min_object_bytes: A key is spread over more objects only if each gets this much.
         read_mode: How ranks restore data that several of them want (all ranks, or those with the
@@ -123,7 +124,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
     lost_after_s: float = 30.0
     memory_budget_bytes: int | None = None
     chunk_bytes: int = 16 * _MIB
-    num_uploaders: int = 8
+    num_uploaders: int = 32
     max_objects: int = 4
     min_object_bytes: int = 64 * _MIB
     read_mode: str = "auto"

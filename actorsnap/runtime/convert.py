@@ -35,6 +35,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.format.tables import encode_rank_manifest
 from actorsnap.planning.packing import Chunk, Item, check_memory, pack
+from actorsnap.planning.transfers import FIRST_AT_ONCE
 from actorsnap.runtime.local_engine import rules_for, utc
 from actorsnap.runtime.source import OpenSource
 from actorsnap.state import objects
@@ -219,7 +220,8 @@ class Conversion:
             await self._move(manifest, ledger, origins, chunk, writer)
 
         try:
-            await for_each(plan.chunks, move, at_once=self._options.num_uploaders)
+            at_once = min(self._options.num_uploaders, FIRST_AT_ONCE)
+            await for_each(plan.chunks, move, at_once=at_once)
             await writer.complete()
         except BaseException:
             await self.opened.errands.clean_up(writer.abort)

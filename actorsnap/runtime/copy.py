@@ -51,6 +51,7 @@ from actorsnap.planning.copy import (
     split_writes,
 )
 from actorsnap.planning.survey import Batch, Survey, holdings_of, reduced
+from actorsnap.planning.transfers import FIRST_AT_ONCE
 from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.copy_claim import CopyClaim, naming_side
 from actorsnap.runtime.host import Host, Script
@@ -196,7 +197,8 @@ class _Copy:
         self._done_bytes = self._total_bytes = 0
         options, budget = opened.source.options, opened.host.resources.budget
         self._chunk_bytes = chunk_within(options.chunk_bytes, budget.limit_bytes)
-        self._moving = anyio.CapacityLimiter(options.num_uploaders)
+        self._at_once = min(options.num_uploaders, FIRST_AT_ONCE)
+        self._moving = anyio.CapacityLimiter(self._at_once)
 
     async def run(self, overwrite: bool) -> CopyReport:
         """Runs the copy.
@@ -577,7 +579,7 @@ class _Copy:
             async with self._moving:
                 await perform(spans)
 
-        await for_each(writes, in_turn, at_once=self.opened.source.options.num_uploaders)
+        await for_each(writes, in_turn, at_once=self._at_once)
 
     async def _move(
         self, copied: ObjectCopy, spans: tuple[ByteRange, ...], writer: ObjectWriter

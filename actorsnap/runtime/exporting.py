@@ -39,6 +39,7 @@ from actorsnap.planning.assembly import Assembly, Fragment, Origin, Write
 from actorsnap.planning.index import Index, ShardedEntry, Wants, ancestors, named_ranks
 from actorsnap.planning.restore import BoxPlan, BoxRead, only_run, plan_boxes
 from actorsnap.planning.shards import Shard, Shards, TensorCut
+from actorsnap.planning.transfers import FIRST_AT_ONCE
 from actorsnap.runtime.copy_claim import naming_side
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.location import Location
@@ -317,8 +318,8 @@ class Exporter:
         self._budget = budget
         self._fetcher = opened.fetcher()
         self._run_blocking = opened.errands.run_blocking
-        self._moving = anyio.CapacityLimiter(options.num_uploaders)
-        self._at_once = options.num_uploaders
+        self._at_once = min(options.num_uploaders, FIRST_AT_ONCE)
+        self._moving = anyio.CapacityLimiter(self._at_once)
         foreign = opened.reader.foreign
         self.joined = frozenset(() if foreign is None else foreign.joined)
         self.files: list[str] = []

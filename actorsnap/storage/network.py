@@ -98,7 +98,9 @@ def split_url(url: str, bucket_pattern: str) -> tuple[str, str]:
 
 
 def add_policies(storage: Storage, options: NetworkOptions, context: StorageContext) -> Storage:
-    adaptive = AdaptiveStorage(storage, max_operations=options.max_concurrency)
+    # Callers begin with few transfers, and add more (``planning.transfers``).
+    most = options.max_concurrency
+    adaptive = AdaptiveStorage(storage, max_operations=most, first_operations=most)
     policy = RetryPolicy(max_attempts=options.max_attempts)
     return RetryStorage(adaptive, policy=policy, on_retry=context.on_retry)
 
@@ -165,8 +167,9 @@ class AdaptiveStorage(Wrapper):
     wait on the loop. For one event loop.
 
     Additive increase, multiplicative decrease, as in TCP. A success while all turns are in use adds
-    about one turn per round of operations. A throttled operation halves the level, never below one,
-    but only if it began after the last fall: at most once per round trip.
+    about one turn per round of operations. A throttled operation halves the level, or the number of
+    operations if that is less; never below one, and only if it began after the last fall: at most
+    once per round trip.
     """
 
     def __init__(self, inner: Storage, *, max_operations: int, first_operations: int = 8) -> None:
@@ -211,7 +214,8 @@ class AdaptiveStorage(Wrapper):
             self._num_throttled += 1
             if num_decreases == self._num_decreases:
                 self._num_decreases += 1
-                self._set_level(max(1.0, self._level / 2))
+                num_running = self._limiter.borrowed_tokens
+                self._set_level(max(1.0, min(self._level, num_running) / 2))
                 logger.info("%s throttles: %d operations at a time", self.url, self._level)
             raise
         finally:

@@ -10,6 +10,7 @@ import re
 import ssl
 import urllib.request
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -17,6 +18,9 @@ import anyio
 import msgspec
 import pytest
 import torch
+from botocore.auth import S3SigV4Auth
+from botocore.awsrequest import AWSRequest
+from botocore.credentials import Credentials
 
 from actorsnap import sync
 from actorsnap.errors import (
@@ -34,7 +38,7 @@ from actorsnap.runtime.host import shutdown
 from actorsnap.storage import Storage, StorageContext, open_storage
 from actorsnap.storage.network import convert_options
 from actorsnap.storage.s3 import S3Storage
-from actorsnap.storage.s3_client import S3Options
+from actorsnap.storage.s3_client import S3Options, sign
 from actorsnap.testing import StorageConformance, bounded, run_blocking_in_thread
 from actorsnap.testing.conformance import MakeStorage, keys_in, pattern
 from tests.conftest import LeakCheck
@@ -749,6 +753,46 @@ async def test_expired_credentials_are_looked_for_anew(monkeypatch: pytest.Monke
         storage = opened("s3://bucket", {"endpoint_url": server.url})
         assert await storage.get("key", 0, 4) == b"data"
         await storage.aclose()
+
+
+@pytest.mark.parametrize("token", [None, "a/token+with=signs"])
+@pytest.mark.parametrize(
+    ("method", "url", "headers"),
+    [
+        ("GET", "http://127.0.0.1:9000/b/run-1/a~b/c%20d%2Be", {"Range": "bytes=0-9"}),
+        ("GET", "https://b.s3.eu-west-1.amazonaws.com:443/k", {}),
+        (
+            "PUT",
+            "https://[::1]:8443/b/k?uploadId=2~a%2F%3D&partNumber=10",
+            {
+                "x-amz-checksum-crc32c": "AAAAAA==",
+                "x-amz-tagging": "a=b&c=  d",
+                "If-None-Match": "*",
+            },
+        ),
+    ],
+)
+def test_signatures_are_those_of_botocore(
+    method: str,
+    url: str,
+    headers: dict[str, str],
+    token: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    now = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    monkeypatch.setattr("botocore.auth.get_current_datetime", lambda: now)
+    credentials = Credentials("AKIDOFATEST", "a-secret", token).get_frozen_credentials()
+    headers = {"User-Agent": "actorsnap", **headers}
+    payload = hashlib.sha256(b"x").hexdigest()
+
+    class Signer(S3SigV4Auth):  # type: ignore[misc]
+        def payload(self, request: AWSRequest) -> str:
+            return payload
+
+    request = AWSRequest(method=method, url=url, headers=headers)
+    Signer(credentials, "s3", "eu-west-1").add_auth(request)
+    added = sign(method, url, headers, credentials, region="eu-west-1", payload=payload, now=now)
+    assert {**headers, **added} == dict(request.headers.items())
 
 
 @bounded(30)

@@ -7,6 +7,7 @@ import functools
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from itertools import pairwise
 from typing import Any, TypeVar
 
 import anyio
@@ -85,6 +86,32 @@ async def test_a_body_fills_the_views(status: str) -> None:
             )
     assert target == data
     assert response.body == b""
+
+
+@bounded(20)
+async def test_many_views_are_filled_from_a_body_in_pieces() -> None:
+    data = bytes(range(251)) * 4000
+    cuts = [0, 1, 5, 9_000, 9_001, 300_000, len(data) - 1, len(data)]
+
+    def step(peer: Peer) -> None:
+        peer.request()
+        head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(data)}\r\n\r\n".encode()
+        peer.sock.sendall(head + data[: cuts[1]])
+        for low, high in pairwise(cuts[1:]):
+            time.sleep(0.02)
+            peer.sock.sendall(data[low:high])
+
+    target = bytearray(len(data))
+    view = memoryview(target)
+    size = 700  # more views than one system call takes
+    with serving(repeat(step)) as server:
+        async with wired() as wire:
+            for _ in range(2):
+                target[:] = bytes(len(data))
+                views = [view[at : at + size] for at in range(0, len(data), size)]
+                await wire.receive(get(server), views)
+                assert target == data
+    assert server.num_connections == 1
 
 
 @bounded(20)
