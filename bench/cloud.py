@@ -371,13 +371,13 @@ class Match:
 # The client alone ---------------------------------------------------------------------------
 
 UPLOAD_NEEDS = {
-    "client CPU s/GiB": Need(0.5, at_least=False),
+    "client CPU s/GiB": Need(0.33, at_least=False),
     "GiB/s": Need(2.0),
     "x boto3": Need(4.0),
-    "x s3torchconnector": Need(4.0),
+    "x s3torchconnector": Need(3.5),
 }
 DOWNLOAD_NEEDS = {
-    "client CPU s/GiB": Need(0.45, at_least=False),
+    "client CPU s/GiB": Need(0.42, at_least=False),
     "x obstore": Need(1.3),
     "x boto3": Need(4.0),
 }
