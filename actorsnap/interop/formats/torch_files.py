@@ -6,7 +6,8 @@ format has its pickles first: they are read until they are complete.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -189,7 +190,7 @@ def check_state(state: Any, num_pickled: int, key: str) -> None:
                     "numbers: load it with torch, and save tensor.resolve_conj().resolve_neg()"
                 )
             continue
-        items = value.values() if isinstance(value, dict) else value
+        items = _inner(value)
         if is_known_below:
             sizes[id(value)] = 1 + sum([sizes.get(id(item), 1) for item in items])
         elif id(value) not in sizes:
@@ -199,6 +200,12 @@ def check_state(state: Any, num_pickled: int, key: str) -> None:
     if sizes.get(id(state), 1) > 1000 + 4 * num_pickled:
         detail = f"damaged: its {num_pickled} bytes of pickle stand for {sizes[id(state)]} values"
         raise FormatError(key=key, detail=detail)
+
+
+def _inner(value: Any) -> Sequence[Any]:
+    if isinstance(value, OrderedDict):
+        return [*value.values(), getattr(value, "_metadata", None)]
+    return [*value.values()] if isinstance(value, dict) else value
 
 
 async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
