@@ -236,7 +236,7 @@ DOUBLE = np.dtype("f8")
 )
 async def test_forged_numbers_of_numpy_are_refused(tmp_path: Path, value: Any) -> None:
     save({"model": {"w": torch.ones(3)}, "x": value}, tmp_path / "x.pt")
-    with pytest.raises(UsageError, match=r"x.pt: .*numpy|x.pt: .*held"):
+    with pytest.raises((UsageError, FormatError), match=r"x.pt: .*numpy"):
         await Snapshot(tmp_path / "x.pt").get_manifest()
 
 

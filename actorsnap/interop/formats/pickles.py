@@ -315,7 +315,7 @@ class StateDescriber:
         start = int(tensor.storage_offset()) * itemsize if tensor.numel() else 0
         stop = start + extent_bytes(tuple(tensor.shape), tensor.stride(), itemsize)
         if stop > saved.nbytes:
-            detail = f"the tensor ends at byte {stop}, and its storage has {saved.nbytes}: damaged"
+            detail = f"damaged: the tensor ends at byte {stop} of the {saved.nbytes} of its storage"
             raise FormatError(key=path, detail=detail)
         dense = _Dense(path, tensor, saved, start, stop)
         self._dense.setdefault(saved.key, []).append(dense)

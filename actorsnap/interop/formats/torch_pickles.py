@@ -62,7 +62,7 @@ class TorchUnpickler(CheckedUnpickler):
         for known in () if is_blocked else (_METHODS, _known(), _allowed(), STAND_INS):
             if place in known:
                 return known[place]
-        why = f"its pickle names {place:.200}, which makes neither a tensor nor a plain value"
+        why = f"its pickle needs {place:.200}, which plain tensors and values do not need"
         raise Refusal(why, name="" if is_blocked else place[:200])
 
     def _load_newobj(self) -> None:
