@@ -88,8 +88,11 @@ async def read(place: Place) -> Foreign | None:
         saved = await read_zip(place, key, allow_pickle=place.allow_pickle)
     elif is_legacy_file(head):
         saved = await _read_legacy(place, key)
-    else:
+    elif place.file:
         return None
+    else:
+        detail = f"it is no file of torch.save, or damaged; it has {place.used[key].size} bytes"
+        raise FormatError(key=key, detail=f"{detail}. Copy it again, or use another")
     return await place.run_blocking(_describe, place, saved)
 
 
@@ -306,7 +309,8 @@ def _parse_legacy(
         at = starts[name] + ghosts.found[name].nbytes
     if at != size:
         what = "truncated" if at > size else "too long"
-        raise FormatError(key=key, detail=f"{what}: {size} bytes, its storages end at {at}")
+        detail = f"{what}: it has {size} bytes, and its tensors end at {at}"
+        raise FormatError(key=key, detail=f"{detail}. Copy it again, or use another")
     return state, starts
 
 
