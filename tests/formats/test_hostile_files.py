@@ -186,7 +186,7 @@ def with_value(path: Path, value: bytes) -> Path:
 
 
 TUPLES = b")" + b"\x85" * DEEP
-LISTS = b"]" * DEEP + b"a" * (DEEP - 1)
+LISTS = b"]" * 5000 + b"a" * 4999
 SHARED = b")" + b"\x86".join([b"q%ch%c" % (n, n) for n in range(60)]) + b"\x86"
 """2**60 tuples."""
 
@@ -200,8 +200,8 @@ DTYPE = named("numpy", "dtype")
 ARRAY = named("numpy.core.multiarray", "_reconstruct") + named("numpy", "ndarray") + b"K\0\x85"
 ARRAY += word("b") + b"\x87R(K\x01(%bt" + DTYPE + word("f4") + b"\x85R\x89"
 ARRAY += named("builtins", "bytes") + b")Rtb"
-NUMBERS = b"](%be" % b"".join([b"J" + struct.pack("<i", n) for n in range(50_000)])
-OF_ONE_HASH = [b"\x8a\x0e" + (n * (2**61 - 1)).to_bytes(14, "little") for n in range(1, 90_000)]
+NUMBERS = b"](%be" % b"".join([b"J" + struct.pack("<i", n) for n in range(20_000)])
+OF_ONE_HASH = [b"\x8a\x0e" + (n * (2**61 - 1)).to_bytes(14, "little") for n in range(1, 30_000)]
 
 MORE, NOT_HASHED = "would take far more memory or time", "tuples in tuples"
 
@@ -227,14 +227,14 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "shared tuples are called": (SHARED + b")R", "it calls a tuple"),
     "shared tuples are made": (SHARED + b")\x81", "it calls a tuple"),
     "shared tuples as a storage": (STORAGE % SHARED, "to no storage of torch"),
-    "tuples as a value": (TUPLES, "nest deeper than 900"),
+    "tuples as a value": (b")" + b"\x85" * 5000, "nest deeper than 900"),
     "lists as a value": (LISTS, "nest deeper than 900"),
     "lists in a leaf": (b"}K\x01K\x02\x86" + LISTS + b"s", "nests too deep"),
     "a list in itself": (ORDERED + b")R}" + word("_metadata") + b"]q\x01h\x01asb", "itself"),
     "tensors as hooks": (
         b"]("
         + (TENSOR + b"h\x01(h\x02K\0))\x89NtRq\x03e")
-        + b"h\x01(h\x02K\0))\x89h\x03tRq\x03a" * 20_000,
+        + b"h\x01(h\x02K\0))\x89h\x03tRq\x03a" * 5000,
         "'model/w/0' is a function",
     ),
     "twice the bytes, 40 times": (
@@ -257,7 +257,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     ),
     "a long bytearray": (BYTES + b"J\0\0\0\x7f\x85R", "encodes something"),
     "a long tensor": (named("torch", "FloatTensor") + b"J\0\0\0\x7f\x85R", "torch.FloatTensor"),
-    "numbers of one hash": (b"}(" + b"N".join(OF_ONE_HASH) + b"Nu", "more than 64 bits"),
+    "numbers of one hash": (b"}(" + b"N".join(OF_ONE_HASH) + b"Nu", "numbers of more than 64 bits"),
     "dims without an end": (ARRAY % ((b"\x8a\xff" + b"\x7f" * 255) * 20_000), "fit its shape"),
 }
 

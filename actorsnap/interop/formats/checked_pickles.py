@@ -27,8 +27,9 @@ _DICTS: Final = frozenset([dict, OrderedDict, Counter])
 _MAX_KEY_DEPTH = 32
 """Of tuples in a key. Python hashes them recursively, however deep they are."""
 
-_MAX_KEY_BITS = 64
-"""Of a number in a key. Larger ones can be chosen to have one hash, so that a dict takes hours."""
+_LARGE_BITS = 64
+_MAX_LARGE = 10_000
+"""Numbers of more bits in keys. They can be chosen to have one hash, so that a dict takes hours."""
 
 _SMALL = 64
 """Items that cost nothing: a call with so many takes longer than to copy them."""
@@ -64,6 +65,7 @@ class CheckedUnpickler(_PythonUnpickler):  # type: ignore[misc]
 
     def __init__(self, file: BytesIO, **how: Any) -> None:
         super().__init__(file, **how)
+        self._num_large = 0
         self._left = _FREE + _PER_BYTE * (file.getbuffer().nbytes - file.tell())
 
     def spend(self, num_items: int) -> None:
@@ -90,8 +92,10 @@ class CheckedUnpickler(_PythonUnpickler):  # type: ignore[misc]
     def _check_key(self, key: object) -> None:
         items, num_hashed = [key], 1
         for _ in range(_MAX_KEY_DEPTH):
-            if any([type(item) is int and item.bit_length() > _MAX_KEY_BITS for item in items]):
-                raise pickle.UnpicklingError("the key of a dict is a number of more than 64 bits")
+            for item in items:
+                self._num_large += type(item) is int and item.bit_length() > _LARGE_BITS
+            if self._num_large > _MAX_LARGE:
+                raise pickle.UnpicklingError("too many keys are numbers of more than 64 bits")
             inner = [item for item in items if isinstance(item, tuple)]
             if not inner:
                 return

@@ -140,6 +140,10 @@ class TorchUnpickler(CheckedUnpickler):
             "read without being executed"
         )
 
+    def _refuse_number(self) -> None:
+        raise Refusal("a number in its pickle has more than 255 bytes")
+
+    dispatch[pickle.LONG4[0]] = _refuse_number
     dispatch[pickle.NEWOBJ[0]] = _load_newobj
     dispatch[pickle.REDUCE[0]] = _load_reduce
     dispatch[pickle.BUILD[0]] = _load_build
