@@ -95,7 +95,9 @@ def read_directory(
     if at < _LOCATOR_64.size and tail_start and tail_bytes < _TAIL_BYTES:
         return (yield from read_directory(size, key))
     if at < 0 or at + _END.size > len(tail):
-        raise FormatError(key=key, detail="truncated: the end of the zip directory is missing")
+        what = "truncated: the zip directory at its end is missing"
+        detail = f"{what}. A save or a copy did not end: copy it again, or use another"
+        raise FormatError(key=key, detail=detail)
     *_, count, length, start, _ = _END.unpack_from(tail, at)
     locator = at - _LOCATOR_64.size
     if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
