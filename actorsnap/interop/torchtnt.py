@@ -80,6 +80,7 @@ class TorchSnapshotSaver(_saver.TorchSnapshotSaver):  # type: ignore[misc]
 
     def __init__(self, dirpath: str, **kwargs: Any) -> None:
         super().__init__(dirpath, **kwargs)
+        self._prev_snapshot: torchsnapshot.PendingSnapshot | None
         self._removals: list[Any] = []
         self._checkpoint_manager.remove_checkpoint = self._remove_later
 
