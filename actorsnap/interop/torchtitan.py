@@ -24,17 +24,17 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from actorsnap.errors import ActorSnapError, NotASnapshot, NoValidSnapshot, UsageError, describe
+from actorsnap.errors import ActorSnapError, NoValidSnapshot, UsageError, describe
 from actorsnap.format.manifest import Commit
 from actorsnap.interop import dcp
+from actorsnap.interop.checkpoints import find_damage
 from actorsnap.interop.dcp.calls import begin_save
 from actorsnap.interop.dcp.writer import ActorsnapWriter
 from actorsnap.protocol.messages import CallKind, Label
-from actorsnap.runtime import taking, verify
+from actorsnap.runtime import taking
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location, resolve_options
 from actorsnap.runtime.maintenance import find_snapshots
-from actorsnap.runtime.roots import is_damage
 from actorsnap.runtime.rounds import announce
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import run_sync
@@ -237,7 +237,8 @@ class OverSnapshots:
 
     def _is_whole(self, path: str) -> bool:
         if path not in self._whole:
-            if not Snapshot(path).verify().ok:
+            source = Source(make_location(path, None), resolve_options(None))
+            if run_sync(find_damage(source), name="CheckpointManager.save"):
                 logger.warning("%s is damaged, and does not count as one of the latest", path)
                 return False
             self._whole.add(path)
@@ -343,7 +344,8 @@ def _committed(folder: str) -> list[_Kept]:
 def _latest(folder: str) -> Script[int]:
     skipped: list[tuple[str, str]] = []
     for step, path in _step_folders(folder):
-        problems = yield from _problems(path)
+        source = Source(make_location(path, None), resolve_options(None))
+        problems = yield from find_damage(source)
         if problems is None:
             continue
         if not problems:
@@ -356,16 +358,3 @@ def _latest(folder: str) -> Script[int]:
         error.add_note("to start from nothing, choose another checkpoint.folder")
         raise error
     return -1
-
-
-def _problems(path: str) -> Script[list[ActorSnapError] | None]:
-    """Returns what is wrong with a snapshot; None if it was never committed."""
-    source = Source(make_location(path, None), resolve_options(None))
-    try:
-        return [*(yield from verify.verify(source, level="quick")).problems]
-    except NotASnapshot:
-        return None
-    except ActorSnapError as error:
-        if not is_damage(error):
-            raise
-        return [error]

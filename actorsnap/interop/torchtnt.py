@@ -16,8 +16,11 @@ from actorsnap import sync
 from actorsnap.errors import ActorSnapError, NotASnapshot, describe
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.interop import torchsnapshot
+from actorsnap.interop.checkpoints import find_damage
 from actorsnap.interop.formats.torchsnapshot_records import METADATA_KEY
-from actorsnap.runtime.roots import is_damage
+from actorsnap.runtime.location import make_location, resolve_options
+from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.source import Source
 
 try:
     from torchtnt.framework.callbacks import torchsnapshot_saver as _saver
@@ -45,17 +48,11 @@ def _is_whole(fs: Any, path: str, metadata_fname: str) -> bool:
         return bool(_exists(fs, path, metadata_fname))
     if "file" not in fs.protocol:  # with credentials that are unknown here
         return any([_exists(fs, path, name) for name in names])
-    try:
-        problems = sync.Snapshot(path).verify().problems
-    except NotASnapshot:
-        return False
-    except ActorSnapError as error:
-        if not is_damage(error):
-            raise
-        problems = (error,)
-    if problems:
-        logger.warning("%s is passed over: %s", path, "; ".join(map(describe, problems)))
-    return not problems
+    source = Source(make_location(path, None), resolve_options(None))
+    damage = run_sync(find_damage(source), name="restore_from_latest")
+    if damage:
+        logger.warning("%s is passed over: %s", path, "; ".join(map(describe, damage)))
+    return damage == []
 
 
 vars(_checkpoint).update(_metadata_exists=_is_whole)
