@@ -95,6 +95,7 @@ class OverSnapshots:
         self.keep_latest_k = config.keep_latest_k
         self._whole: set[str] = set()
         self._saving = ""
+        self._has_saved = False
         self._deleting = concurrent.futures.ThreadPoolExecutor(1, "actorsnap-torchtitan")
         self._purging: concurrent.futures.Future[None] | None = None
         if AsyncMode(config.async_mode) is AsyncMode.ASYNC_WITH_PINNED_MEM:
@@ -105,11 +106,11 @@ class OverSnapshots:
 
     def _close(self) -> None:
         """Waits for the save in flight, and for deletions."""
-        if self.save_future is not None:
+        if self._has_saved:
             try:
-                self._wait_for_saving()
+                self.maybe_wait_for_saving()  # type: ignore[attr-defined]
                 self._saving = ""
-                self._purge_stale_checkpoints()
+                self._purge_stale_checkpoints()  # torchtitan's does not after the last step
             except CheckpointException as error:
                 # Raised, it would hide the exception for which the trainer closes.
                 logger.error("%s: the last save failed: %s", self.folder, error)
@@ -145,6 +146,7 @@ class OverSnapshots:
         self._wait_for_purge()  # it may be at this very folder, from before a rewind
         self._whole.discard(checkpoint_id)
         self._saving = checkpoint_id
+        self._has_saved = True
         result: Any = None
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             result = async_save(state_dict, checkpoint_id=checkpoint_id, async_stager=self.stager)

@@ -228,6 +228,20 @@ def test_folders_of_the_user_stay_and_do_not_count(tmp_path: Path) -> None:
     assert other.progress.step == 5
 
 
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_the_newest_of_a_run_that_ended_stay(tmp_path: Path, mode: str) -> None:
+    folder = tmp_path / "checkpoint"
+    run = Run(tmp_path, keep_latest_k=2, async_mode=mode)
+    run.train(4, last=4)
+    run.manager.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4"]
+    run = Run(tmp_path, load_only=True, keep_latest_k=2)
+    shutil.copytree(folder / "step-4", folder / "step-9")
+    run.manager.load(step=3)
+    run.manager.close()
+    assert len([*folder.iterdir()]) == 3
+
+
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_after_a_rewind_the_newest_by_time_stay(tmp_path: Path, mode: str) -> None:
     folder = tmp_path / "checkpoint"
