@@ -46,8 +46,10 @@ def _is_whole(fs: Any, path: str, metadata_fname: str) -> bool:
     names = (COMMIT_KEY, METADATA_KEY)
     if metadata_fname not in names:  # of another saver
         return bool(_exists(fs, path, metadata_fname))
-    if "file" not in fs.protocol:  # with credentials that are unknown here
-        return any([_exists(fs, path, name) for name in names])
+    if not any([_exists(fs, path, name) for name in names]):
+        return False
+    if "file" not in fs.protocol:  # credentials are unknown here
+        return True
     source = Source(make_location(path, None), resolve_options(None))
     damage = run_sync(find_damage(source), name="restore_from_latest")
     if damage:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from actorsnap.sync import Snapshot
 
@@ -157,6 +158,8 @@ def test_a_damaged_checkpoint_is_passed_over(saver: Any, tmp_path: Path) -> None
     for path in (tmp_path / "epoch_2_train_step_8").rglob("*"):
         if path.is_file() and path.name != "actorsnap.json":
             os.truncate(path, path.stat().st_size // 2)
+    other = tmp_path / "epoch_3_train_step_12"  # of TorchTNT's saver for DCP
+    dcp_save({"x": torch.ones(1)}, checkpoint_id=other, no_dist=True)
     assert saver.restore_from_latest(str(tmp_path), unit)
     assert unit.train_progress.num_epochs_completed == 1
 
