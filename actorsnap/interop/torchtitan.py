@@ -34,7 +34,7 @@ from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.runtime import taking
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location, resolve_options
-from actorsnap.runtime.maintenance import find_snapshots
+from actorsnap.runtime.maintenance import collect, find_snapshots
 from actorsnap.runtime.rounds import announce
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import run_sync
@@ -61,11 +61,15 @@ logger = logging.getLogger(__name__)
 _STEP_FOLDER = re.compile(r"step-(\d+)")
 
 
-class _Kept(NamedTuple):
-    """A committed snapshot."""
+class _Found(NamedTuple):
+    """A snapshot.
+
+    Attributes:
+        created: None if it was never committed, or is partly deleted.
+    """
 
     step: int
-    created: datetime
+    created: datetime | None
     path: str
 
 
@@ -213,7 +217,8 @@ class OverSnapshots:
 
     def _purge(self) -> None:
         try:
-            committed = [each for each in _committed(self.folder) if each.path != self._saving]
+            found = [each for each in _snapshots(self.folder) if each.path != self._saving]
+            committed = [each for each in found if each.created is not None]
             by_step = self._newest(committed, lambda each: each.step)
             by_time = self._newest(committed, lambda each: each.created)
         except Exception as error:
@@ -221,17 +226,20 @@ class OverSnapshots:
             return
         if len(by_step) < self.keep_latest_k:
             return
-        for each in committed:
+        for each in found:
             if each.step < by_step[-1].step and each not in by_time:
                 try:
-                    Snapshot(each.path).delete()
+                    if each.created is not None:
+                        Snapshot(each.path).delete()
+                    else:
+                        _collect(each.path)
                     logger.info("deleted %s", each.path)
                 except Exception as error:
                     logger.warning("%s is not deleted: %s", each.path, describe(error))
 
-    def _newest(self, committed: list[_Kept], key: Callable[[_Kept], Any]) -> list[_Kept]:
+    def _newest(self, committed: list[_Found], key: Callable[[_Found], Any]) -> list[_Found]:
         """Returns the ``keep_latest_k`` newest whole ones."""
-        found: list[_Kept] = []
+        found: list[_Found] = []
         for each in sorted(committed, key=key, reverse=True):
             if len(found) < self.keep_latest_k and self._is_whole(each.path):
                 found.append(each)
@@ -239,8 +247,7 @@ class OverSnapshots:
 
     def _is_whole(self, path: str) -> bool:
         if path not in self._whole:
-            source = Source(make_location(path, None), resolve_options(None))
-            if run_sync(find_damage(source), name="CheckpointManager.save"):
+            if run_sync(find_damage(_source(path)), name="CheckpointManager.save"):
                 logger.warning("%s is damaged, and does not count as one of the latest", path)
                 return False
             self._whole.add(path)
@@ -332,22 +339,33 @@ def _step_folders(folder: str) -> list[tuple[int, str]]:
     return sorted(found, reverse=True)
 
 
-def _committed(folder: str) -> list[_Kept]:
-    source = Source(make_location(folder, None), resolve_options(None))
-    found: list[_Kept] = []
-    for name, commit in run_sync(find_snapshots(source), name="CheckpointManager.save").items():
+def _snapshots(folder: str) -> list[_Found]:
+    """Returns those whose commit object is not damaged."""
+    found: list[_Found] = []
+    listed = run_sync(find_snapshots(_source(folder)), name="CheckpointManager.save")
+    for name, commit in listed.items():
         match = _STEP_FOLDER.fullmatch(name)
-        if match and isinstance(commit, Commit):
-            created = datetime.fromisoformat(commit.created)
-            found.append(_Kept(int(match[1]), created, filesystem.join(folder, name)))
+        if match and (commit is None or isinstance(commit, Commit)):
+            created = None if commit is None else datetime.fromisoformat(commit.created)
+            found.append(_Found(int(match[1]), created, filesystem.join(folder, name)))
     return found
+
+
+def _collect(path: str) -> None:
+    """Deletes what a killed job left of a snapshot, unless it may still be saved."""
+    kept = run_sync(collect(_source(path), force=False), name="CheckpointManager.save").kept
+    if kept:  # complete: their commit object was deleted, or never written
+        run_sync(collect(_source(path), force=False, deletable=kept), name="CheckpointManager.save")
+
+
+def _source(path: str) -> Source:
+    return Source(make_location(path, None), resolve_options(None))
 
 
 def _latest(folder: str) -> Script[int]:
     skipped: list[tuple[str, str]] = []
     for step, path in _step_folders(folder):
-        source = Source(make_location(path, None), resolve_options(None))
-        problems = yield from find_damage(source)
+        problems = yield from find_damage(_source(path))
         if problems is None:
             continue
         if not problems:

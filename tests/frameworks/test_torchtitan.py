@@ -242,6 +242,28 @@ def test_the_newest_of_a_run_that_ended_stay(tmp_path: Path, mode: str) -> None:
     assert len([*folder.iterdir()]) == 3
 
 
+@pytest.mark.parametrize("has_manifest", [False, True])
+def test_what_a_killed_job_left_goes_with_older_steps(tmp_path: Path, has_manifest: bool) -> None:
+    folder = tmp_path / "checkpoint"
+    code = f"""
+from actorsnap import StateDict
+from actorsnap.sync import Snapshot
+Snapshot.take({str(folder / "step-1")!r}, {{"state": StateDict(x=1)}})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    (folder / "step-1" / "actorsnap.json").unlink()
+    if not has_manifest:
+        (manifest,) = folder.rglob("manifest/0.json")
+        manifest.unlink()
+        (manifest.parents[1] / "data").mkdir()
+        (manifest.parents[1] / "data" / "0-0.safetensors").write_bytes(b"some")
+    run = Run(tmp_path, keep_latest_k=2)
+    run.progress.step = 1
+    run.train(3)
+    run.manager.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4"]
+
+
 @pytest.mark.parametrize("mode", ["disabled", "async"])
 def test_after_a_rewind_the_newest_by_time_stay(tmp_path: Path, mode: str) -> None:
     folder = tmp_path / "checkpoint"
