@@ -156,7 +156,7 @@ class _Unpickler(_PythonUnpickler):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         place = module, name
         if place == ("torch", "Size"):
-            return lambda sizes=(): sizes  # checked where sizes are wanted
+            return lambda sizes=(): _sizes(sizes)
         if place == ("collections", "OrderedDict"):
             return lambda: {}
         if module == "torch" and name in DTYPES:
