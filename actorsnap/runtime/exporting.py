@@ -90,10 +90,7 @@ class StoredBytes:
     path: str
     shards: Shards
     shape: tuple[int, ...]
-    _block_bytes: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._block_bytes = self.shards.block_bytes
+    _block_bytes: list[int] = field(init=False, default_factory=list)
 
     @classmethod
     def of(cls, index: Index, entry: TensorEntry | ShardedEntry) -> StoredBytes:
@@ -158,6 +155,7 @@ class StoredBytes:
             yield RangeRequest(self.index, each.stored, each.sink)
 
     def _plan(self, boxes: Sequence[Box]) -> list[BoxRead]:
+        self._block_bytes = self._block_bytes or self.shards.block_bytes
         return plan_boxes(
             self.path,
             self.shards.cut.boxes,
