@@ -68,7 +68,7 @@ BYTES_IO = "actorsnap.BytesIO"
 """Begins a pair with the content of a ``BytesIO``, also in snapshots of ``interop.dcp``."""
 
 
-class StoredItem(msgspec.Struct, frozen=True):
+class StoredItem(msgspec.Struct, frozen=True, gc=False):
     """Bytes ``[start, stop)`` of a file: a tensor's box, or a value.
 
     Attributes:
@@ -83,7 +83,7 @@ class StoredItem(msgspec.Struct, frozen=True):
     transforms: tuple[str, ...] = ()
 
 
-class StoredLeaf(msgspec.Struct, frozen=True):
+class StoredLeaf(msgspec.Struct, frozen=True, gc=False):
     """A tensor or value of the state dict. ``shape`` is None for a value."""
 
     fqn: str
@@ -221,27 +221,32 @@ def _metadata(loaded: Any, key: str) -> DcpMetadata:
 _Place: TypeAlias = tuple[str, tuple[int, ...] | None]
 """A leaf's fqn, and the offsets of a box of it."""
 
+_Bytes: TypeAlias = tuple[str, int, int, tuple[str, ...]]
+"""File, start, stop and transforms of a ``StoredItem``."""
+
 
 def _check_name(fqn: object) -> None:
     if type(fqn) is not str:
         raise TypeError(f"a name of type {type(fqn).__name__}")
 
 
-def _items(stored: Any, key: str) -> dict[_Place, StoredItem]:
-    items: dict[_Place, StoredItem] = {}
+def _items(stored: Any, key: str) -> dict[_Place, _Bytes]:
+    items: dict[_Place, _Bytes] = {}
+    well_formed: set[str] = set()
     for index, info in stored.items():
         where, place = _state(index, "MetadataIndex"), _state(info, "_StorageInfo")
         offset = where.get("offset")
         _check_name(where["fqn"])
         at = where["fqn"], None if offset is None else _sizes(offset)
         file, start, length = place["relative_path"], place["offset"], place["length"]
-        if type(file) is not str or not is_well_formed_key(file):
+        if type(file) is not str or (file not in well_formed and not is_well_formed_key(file)):
             raise FormatError(key=key, detail=f"{file!r:.200} is no file in its folder")
+        well_formed.add(file)
         start, length = _sizes((start, length))
         transforms = tuple(map(str, place.get("transform_descriptors") or ()))
         if at in items:
             raise FormatError(key=key, detail=f"{at[0]!r:.200} is stored twice at {at[1]}")
-        items[at] = StoredItem(file, start, start + length, transforms=transforms)
+        items[at] = file, start, start + length, transforms
     return items
 
 
@@ -259,13 +264,14 @@ def _shape(described: Any) -> tuple[tuple[int, ...] | None, list[Box | None]]:
     return _sizes(fields["size"]), filled or boxes[:1]
 
 
-def _item(items: Mapping[_Place, StoredItem], fqn: str, box: Box | None, key: str) -> StoredItem:
+def _item(items: Mapping[_Place, _Bytes], fqn: str, box: Box | None, key: str) -> StoredItem:
     offsets = None if box is None else box.offsets
-    item = items.get((fqn, offsets))
-    if item is None:
+    found = items.get((fqn, offsets))
+    if found is None:
         what = repr(fqn) if box is None else f"the part of {fqn!r:.200} at {offsets}"
         raise FormatError(key=key, detail=f"{what:.300} is in no file")
-    return msgspec.structs.replace(item, box=box)
+    file, start, stop, transforms = found
+    return StoredItem(file, start, stop, box, transforms)
 
 
 def _sizes(found: Any) -> tuple[int, ...]:
