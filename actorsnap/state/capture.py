@@ -441,7 +441,8 @@ class _Collector:
             self._repeating.append(len(self._parts))
 
     def _add_tensor(self, path: str, tensor: torch.Tensor, replicated: bool) -> None:
-        if tensor.is_nested or is_composite(tensor) or not tensor.is_cpu:
+        start = host_address(tensor)
+        if not start and (tensor.is_nested or is_composite(tensor) or not tensor.is_cpu):
             why = refusal(tensor)
             if why is not None:
                 self._refuse(path, why)
@@ -449,7 +450,8 @@ class _Collector:
             if is_composite(tensor):
                 self._add_composite(path, tensor, replicated)
                 return
-        self._add_dense(path, tensor, tensor_type(tensor), tensor.requires_grad, replicated)
+        kind = tensor_type(tensor)
+        self._add_dense(path, tensor, start, kind, tensor.requires_grad, replicated)
 
     def _add_composite(self, path: str, tensor: torch.Tensor, replicated: bool) -> None:
         split = take_apart(tensor)
@@ -471,17 +473,27 @@ class _Collector:
             )
         )
         for name, part in parts:
-            self._add_dense(part_path(path, name), part, "tensor", False, replicated, is_whole=True)
+            self._add_dense(
+                part_path(path, name),
+                part,
+                host_address(part),
+                "tensor",
+                False,
+                replicated,
+                is_whole=True,
+            )
 
     def _add_dense(
         self,
         path: str,
         tensor: torch.Tensor,
+        start: int,
         kind: TensorType,
         requires_grad: bool,
         replicated: bool,
         is_whole: bool = False,
     ) -> None:
+        """``start``: see ``host_address``."""
         name, itemsize = DTYPE_NAMES[tensor.dtype], tensor.itemsize
         nbytes = tensor.nbytes
         item = Item(
@@ -490,7 +502,7 @@ class _Collector:
         source: ByteSource
         if nbytes == 0:
             source = HostMemory(0, 0, None)
-        elif start := host_address(tensor):  # nearly all tensors: nothing here may be slow
+        elif start:  # nearly all tensors: nothing here may be slow
             source = HostMemory(start, nbytes, tensor)
             self._cpu.add(len(self._parts), start, start + nbytes)
         elif (why := refusal(tensor)) is not None:
