@@ -221,9 +221,7 @@ class _Globs:
         if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
             raise UsageError(f"replicated must be a list of globs, not {globs!r}")
         self._matched: set[str] = set()
-        self.patterns = {
-            glob: re.compile(_glob_regex(glob), re.DOTALL).fullmatch for glob in globs
-        }
+        self.patterns = {glob: re.compile(_glob_regex(glob), re.DOTALL).fullmatch for glob in globs}
 
     def match(self, path: str) -> bool:
         """Whether any glob matches the path, escaped or as typed."""
