@@ -61,7 +61,7 @@ def distributed_as(tensor: torch.Tensor, mesh: DeviceMesh, placements: Any) -> A
     local = tensor[tuple([slice(o, o + s) for o, s in zip(offsets, shape, strict=True)])].clone()
     meta = TensorMeta(tensor.shape, tensor.stride(), tensor.dtype)
     spec = DTensorSpec(mesh, placements, tensor_meta=meta)
-    made = DTensor(local, spec, requires_grad=False)
+    made: Any = DTensor(local, spec, requires_grad=False)
     made.whole = tensor
     made.offsets = tuple(offsets)
     return made
@@ -205,7 +205,7 @@ def taken(state: State) -> Any:
         captured = capture({"m": StateDict(state)}, ranks=range(6), rank=RANK)
     except UsageError as error:
         return str(error)
-    parts = []
+    parts: list[Any] = []
     for part in captured.parts:
         if isinstance(part, Leaf):
             data = bytearray(part.item.nbytes)
@@ -237,9 +237,9 @@ def check_values(state: State, found: Any) -> None:
         name = getattr(item, "path", "").removeprefix("m/")
         if name not in state or not facts:
             continue
-        tensor = state[name]
-        if isinstance(tensor, DTensor):
-            local = tensor._local_tensor
+        tensor: Any = state[name]
+        local = getattr(tensor, "_local_tensor", None)
+        if local is not None:
             assert (item.offsets, item.shape) == (tensor.offsets, tuple(local.shape))
             assert item.global_shape == tuple(tensor.shape)
             tensor = local
