@@ -320,7 +320,9 @@ def checked_text(report: VerifyReport, *, full: bool) -> list[str]:
     """Returns what a verification without problems has checked, for a line."""
     objects = count_of(report.num_objects, "data object", "data objects")
     if not report.has_checksums:
-        what = "every byte can be read" if full else "sizes and ranges are right"
+        what = f"all {size_text(report.nbytes)} of data were read"
+        if not full:
+            what = "the files have the sizes that their index needs, and no data was read"
         return [objects, f"{what}; this format has no checksums: there is nothing to compare with"]
     return [objects, f"{size_text(report.nbytes)} compared with checksums"] if full else [objects]
 

@@ -37,6 +37,9 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_COMMIT_KEYS = ("actorsnap.json", ".actorsnap")
+"""``format.manifest.COMMIT_KEYS``, which imports this module."""
+
 __all__ = [
     "AccessDenied",
     "ActorSnapError",
@@ -335,7 +338,7 @@ class ChecksumMismatch(FormatError):
             return text
         url = quote(self.url)
         remedy = f"verify {url} --full` shows all damage"
-        if "/" not in self.key:  # the commit object: all other keys are in an attempt's folder
+        if self.key in _COMMIT_KEYS:
             remedy = f"recover {url} --replace-damaged` writes it again, if the rest is intact"
         return (
             f"{text}. The snapshot {self.url} is damaged: restore an older one, or copy it again "

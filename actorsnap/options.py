@@ -9,6 +9,7 @@ import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from enum import Enum
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -224,6 +225,12 @@ def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:
     return max(MIN_CHUNK_BYTES, 1 << (budget_bytes.bit_length() - 1))
 
 
+@cache
+def _types_by_variable() -> Mapping[str, Any]:
+    """Resolving the annotations takes longer than the rest of a ``Snapshot(url)``."""
+    return {field.name.upper(): field.type for field in msgspec.structs.fields(Options)}
+
+
 def from_env(environ: Mapping[str, str] | None = None) -> Options:
     """Returns options from ``ACTORSNAP_<NAME>`` variables.
 
@@ -232,7 +239,7 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
             prefix are ignored.
     """
     source = os.environ if environ is None else environ
-    types = {field.name.upper(): field.type for field in msgspec.structs.fields(Options)}
+    types = _types_by_variable()
     known = [*types, _MAY_BLOCK]
     values: dict[str, Any] = {}
     for variable, text in source.items():

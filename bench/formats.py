@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from actorsnap import Options, StateDict
+from actorsnap.format.manifest import TensorEntry
 from actorsnap.interop.exports import export_torch
 from actorsnap.sync import Snapshot
-from bench.limits import RawFiles
+from bench.limits import RawFiles, RawPlaces
 from bench.local import (
     OURS,
     RAW,
@@ -32,13 +33,20 @@ from bench.local import (
     ratio,
     timed_load,
 )
-from bench.peers import Adapter, Dcp, TorchSave
+from bench.peers import Adapter, Dcp, Safetensors, TorchSave
 from bench.ranks import Parallel, dcp_save, fsdp, hold, plain, restore, two_d, two_d_flat
-from bench.state import State, llama
+from bench.state import State, llama, small
 from bench.world import World
 
-FORMATS: tuple[tuple[type[Adapter], str], ...] = ((Dcp, ""), (TorchSave, "state.pt"))
-"""Who writes, and the file to open in the folder."""
+FORMATS: tuple[tuple[type[Adapter], str, str], ...] = (
+    (Dcp, "", "__0_0.distcp"),
+    (TorchSave, "state.pt", "state.pt"),
+    (Safetensors, "state.safetensors", "state.safetensors"),
+)
+"""Who writes, what to open in the folder, and the file with the tensors."""
+
+SMALL_COUNT, SMALL_BYTES = 10_000, 4096
+PLACES = "raw, same places"
 
 
 def load_in_place(file: str, path: Path, target: State) -> None:
@@ -48,7 +56,7 @@ def load_in_place(file: str, path: Path, target: State) -> None:
 def row_load(setting: Setting) -> None:
     state = llama(setting.gib)
     target = {name: tensor.clone() for name, tensor in state.items()}
-    for kind, file in FORMATS:
+    for kind, file, data_file in FORMATS:
         contest, raw, peer = Contest(), RawFiles(state), kind()
         row = f"restore of {peer.name} in place"
         note(row)
@@ -65,15 +73,52 @@ def row_load(setting: Setting) -> None:
                 ours = partial(load_in_place, file)
                 contest.add(OURS, timed_load(ours, state, target, path))
                 contest.add(adapter.name, timed_load(adapter.load, state, target, path))
+                places = RawPlaces(state, Path(data_file), _starts(path / file))
+                contest.add(PLACES, timed_load(places.load, state, target, path))
             contest.play(setting.repeat)
         medians = contest.medians()
         emit(
             row,
             ratios={
                 "of raw": ratio(medians.get(RAW), medians.get(OURS)),
+                f"of {PLACES}": ratio(medians.get(PLACES), medians.get(OURS)),
                 f"x {peer.name}": ratio(medians.get(peer.name), medians.get(OURS)),
             },
             needs={"of raw": Need(0.85)},
+            missing=contest.missing,
+            **facts_of(state, contest.seconds, "tmpfs"),
+        )
+
+
+def _starts(url: Path) -> dict[str, int]:
+    """Returns the first byte of each tensor, by name."""
+    entries = Snapshot(url).get_manifest(rank=0).values()
+    return {
+        entry.path.removeprefix("model/"): entry.data.start
+        for entry in entries
+        if isinstance(entry, TensorEntry)
+    }
+
+
+def row_small(setting: Setting) -> None:
+    state = small(SMALL_COUNT, SMALL_BYTES)
+    target = {name: tensor.clone() for name, tensor in state.items()}
+    for kind, file, _ in FORMATS:
+        contest, peer = Contest(), kind()
+        row = f"restore of {SMALL_COUNT} tensors of {peer.name} in place"
+        note(row)
+        with folder(setting.tmpfs) as path:
+            for adapter in prepared(contest, peer):
+                adapter.save(state, path, fsync=False)
+                ours = partial(load_in_place, file)
+                contest.add(OURS, timed_load(ours, state, target, path))
+                contest.add(adapter.name, timed_load(adapter.load, state, target, path))
+            contest.play(setting.repeat)
+        medians = contest.medians()
+        emit(
+            row,
+            ratios={f"x {peer.name}": ratio(medians.get(peer.name), medians.get(OURS))},
+            needs={},
             missing=contest.missing,
             **facts_of(state, contest.seconds, "tmpfs"),
         )
@@ -165,6 +210,7 @@ def _fsync(path: Path) -> None:
 
 ROWS: dict[str, Callable[[Setting], None]] = {
     "formats": row_load,
+    "formats-small": row_small,
     "formats-reshard": row_reshard,
     "formats-export": row_export,
 }

@@ -12,7 +12,7 @@ from crc32c import crc32c
 
 from bench.state import State
 
-__all__ = ["RawCopy", "RawFiles"]
+__all__ = ["RawCopy", "RawFiles", "RawPlaces"]
 
 THREADS = 2
 FILES = 4
@@ -79,6 +79,31 @@ class RawFiles:
                         if verify:
                             crc32c(chunk)
                         at += len(chunk)
+            finally:
+                os.close(fd)
+
+        list(self._pool.map(read, range(FILES)))
+
+
+class RawPlaces:
+    """``RawFiles.load`` from the one file of another program, which has each tensor at any byte."""
+
+    def __init__(self, state: State, file: Path, starts: dict[str, int]) -> None:
+        self._shares = _shares(state)
+        self._pool = ThreadPoolExecutor(THREADS)
+        self._file = file
+        self._starts = starts
+
+    def load(self, folder: Path, target: State) -> None:
+        def read(index: int) -> None:
+            fd = os.open(folder / self._file, os.O_RDONLY)
+            try:
+                for name in self._shares[index]:
+                    view, begin = _bytes_of(target[name]), self._starts[name]
+                    for start in range(0, len(view), READ_CHUNK):
+                        chunk = view[start : start + READ_CHUNK]
+                        if os.preadv(fd, [chunk], begin + start) != len(chunk):
+                            raise OSError("short read")
             finally:
                 os.close(fd)
 

@@ -13,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap import ActorSnapError, StorageError, UsageError, errors
+from actorsnap.errors import ChecksumMismatch
+from actorsnap.format.manifest import COMMIT_KEYS
 from actorsnap.runtime.script import _unwrap_group
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
@@ -120,3 +122,11 @@ def test_a_subclass_with_a_constructor_of_its_own() -> None:
 
     found = copy.copy(Own(5))
     assert (type(found), found.key) == (Own, "5")
+
+
+def test_only_a_lost_commit_object_is_recovered() -> None:
+    """A file of another format has no slash in its name, either."""
+    for key in (*COMMIT_KEYS, "model.safetensors", "a/manifest/0.json"):
+        error = ChecksumMismatch(key=key, detail="differs", url="/run/model")
+        assert ("actorsnap recover" in str(error)) == (key in COMMIT_KEYS)
+        assert "restore an older one, or copy it again" in str(error)

@@ -60,7 +60,8 @@ def test_quickstart_sync(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
-@pytest.mark.parametrize("size", ["small", pytest.param("demo", marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_managed kills and resumes, too
+@pytest.mark.parametrize("size", ["small", "demo"])
 def test_train_resume(tmp_path: Path, size: str) -> None:
     output = run("train_resume.py", "--size", size, cwd=tmp_path, timeout_s=600.0)
     assert "nothing committed: SIGKILL" in output

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from actorsnap.actors.formats import MAX_LISTED, OpenForeign, Place, open_foreign
 from actorsnap.errors import (
+    AccessDenied,
     ActorSnapError,
     ChecksumMismatch,
     FormatError,
@@ -405,6 +406,8 @@ class SnapshotReader:
         try:
             info = await folder.stat(name)
             head = await folder.get(name, 0, min(info.size, HEAD_BYTES))
+        except AccessDenied:
+            raise
         except ActorSnapError:
             return None
         self._file = folder, info, head

@@ -125,6 +125,8 @@ def combine_blocks(checksums: Sequence[int], nbytes: int) -> int:
 
 def combine_crc32(first: int, second: int, second_len: int) -> int:
     """``combine`` for the CRC-32 of zip files."""
+    if not first:  # also of no bytes
+        return second
     factor, square, left = 1 << 31, 1 << 23, second_len  # x**0, x**8
     while left:
         if left & 1:

@@ -13,14 +13,17 @@ from datetime import datetime
 from typing import Any
 
 from actorsnap import sync
-from actorsnap.errors import ActorSnapError, NotASnapshot
+from actorsnap.errors import ActorSnapError, NotASnapshot, describe
 from actorsnap.format.manifest import Commit
 from actorsnap.log import Log
 from actorsnap.options import Options
+from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location, resolve_options
 from actorsnap.runtime.maintenance import find_snapshots
+from actorsnap.runtime.roots import is_damage
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
+from actorsnap.runtime.verify import verify
 from actorsnap.state.process_group import Group
 
 logger = Log(__name__)
@@ -170,6 +173,8 @@ class Checkpoints:
                 logger.warning("the checkpoint %s is not removed: %s", path, error)
 
     def _delete(self, path: str) -> None:
+        if os.path.isfile(path + REPLACED):  # of a job that ended right after its commit
+            os.remove(path + REPLACED)
         if os.path.islink(path) or os.path.isfile(path):
             os.remove(path)
             return
@@ -202,8 +207,8 @@ def latest(
 ) -> str | None:
     """Returns the path of the newest checkpoint in a folder that can be loaded; None without any.
 
-    Passes over unfinished and damaged snapshots, with a warning. In a local folder, files ending in
-    ``.ckpt``, ``.pt`` or ``.pth`` count, by the time of their last change.
+    Passes over unfinished snapshots, and those that lack bytes, with a warning. In a local folder,
+    files ending in ``.ckpt``, ``.pt`` or ``.pth`` count, by the time of their last change.
 
     Args:
         folder: A folder of checkpoints, or its URL.
@@ -215,13 +220,42 @@ def latest(
     url = os.fspath(folder)
     source = Source(make_location(url, storage_options), resolve_options(options))
     times = _times_of_files(url)
+    snapshots: set[str] = set()
     for name, commit in run_sync(find_snapshots(source), name="latest").items():
         if isinstance(commit, Commit):
+            snapshots.add(name)
             times[name] = datetime.fromisoformat(commit.created).timestamp()
         elif name not in times:
             found = "unfinished" if commit is None else f"damaged: {commit}"
             logger.warning("%s is passed over, it is %s", os.path.join(url, name), found)
-    return os.path.join(url, max(times, key=times.__getitem__)) if times else None
+    for name in sorted(times, key=times.__getitem__, reverse=True):
+        path = os.path.join(url, name)
+        if name not in snapshots:  # a file
+            return path
+        one = Source(make_location(path, storage_options), resolve_options(options))
+        damage = run_sync(find_damage(one), name="latest")
+        if damage == []:
+            return path
+        logger.warning(
+            "%s is passed over, it is damaged: %s", path, "; ".join(map(describe, damage or ()))
+        )
+    return None
+
+
+def find_damage(source: Source) -> Script[list[ActorSnapError] | None]:
+    """Returns what a snapshot lacks, without reading its data; None if it was never committed.
+
+    Raises:
+        StorageError: Reading failed.
+    """
+    try:
+        return [*(yield from verify(source, level="quick")).problems]
+    except NotASnapshot:
+        return None
+    except ActorSnapError as error:
+        if not is_damage(error):
+            raise
+        return [error]
 
 
 def _read(

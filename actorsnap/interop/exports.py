@@ -63,7 +63,7 @@ from actorsnap.state.restore.build import prepare
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.sources import HostMemory
 from actorsnap.state.tree import escape
-from actorsnap.storage.base import Storage
+from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.registry import folder_and_name
 
 T = TypeVar("T")
@@ -140,20 +140,29 @@ def export_torch(
         storage_options, progress: See ``Snapshot.export_hf``.
 
     Raises:
-        UsageError: Bad input; or a leaf is no dense tensor or plain value: names it.
+        UsageError: Bad input, such as a folder; or a leaf is no dense tensor or plain value: names
+            it.
         ObjectExists: There is a file at ``path``.
         NotASnapshot, FormatError, ChecksumMismatch, StorageError: See ``Snapshot.export_hf``.
     Cancellation: As after a failure, the file is deleted. A process that dies leaves a file that
     ``torch.load`` refuses, or none.
     """
     call = _Call(key=key, rename=rename, overwrite=overwrite)
-    folder = folder_and_name(make_location(path, storage_options).url)
-    if folder is None:
-        raise UsageError(f"{os.fspath(path)!r} names no file")
+    url = make_location(path, storage_options).url
+    folder = folder_and_name(url)
+    local = url.removeprefix("file://").removeprefix("fs://")
+    is_a_folder = UsageError(
+        f"{os.fspath(path)!r} is a folder, and export_torch writes one file: name the file, such "
+        f"as {os.path.join(os.fspath(path), 'model.pt')!r}"
+    )
+    if folder is None or os.fspath(path).endswith("/"):
+        raise is_a_folder
     to = make_location(folder[0], storage_options)
     name = folder[1]
 
-    async def older(target: Storage) -> list[str]:
+    async def older(target: Storage, run_blocking: RunBlocking) -> list[str]:
+        if await run_blocking(os.path.isdir, local):
+            raise is_a_folder
         return [info.key async for info in target.list(name) if info.key == name]
 
     def lay_out(state: object) -> _Files:
@@ -212,7 +221,7 @@ def export_dcp(
     """
     call = _Call(key=key, rename=rename, overwrite=overwrite)
 
-    async def older(target: Storage) -> list[str]:
+    async def older(target: Storage, run_blocking: RunBlocking) -> list[str]:
         keys = [info.key async for info in target.list("") if "/" not in info.key]
         return sorted([k for k in keys if k == _METADATA or k.endswith(".distcp")])
 
@@ -233,7 +242,7 @@ def _run(
     snapshot: SnapshotHandle,
     to: Location,
     call: _Call,
-    older: Callable[[Storage], Awaitable[list[str]]],
+    older: Callable[[Storage, RunBlocking], Awaitable[list[str]]],
     lay_out: Callable[[Any], _Files],
     *,
     name: str,
@@ -254,7 +263,8 @@ def _run(
                     exporter = Exporter(opened, target)
                     exporters[:] = [exporter]
                     files = await opened.errands.run_blocking(lay_out, state)
-                    await exporter.make_way(await older(target), overwrite=call.overwrite)
+                    found = await older(target, opened.errands.run_blocking)
+                    await exporter.make_way(found, overwrite=call.overwrite)
                     async with exporter.cleaning_up():
                         await exporter.write(files.files)
                         await opened.reader.check_replaced()

@@ -51,13 +51,15 @@ class ActorsnapReporter:
         self._replicated = replicated
         self._storage_options = storage_options
         self._options = options
+        self._names: set[str] | None = None
 
     def report(self, metrics: Mapping[str, Any], app_state: AppState, *, step: int) -> None:
         """Waits for the save before, copies the state, and returns; called by all workers together.
 
-        The snapshot is ``step-<step>`` in the run's folder, and replaces one there. Ray gets rank
-        0's ``metrics`` with it after the commit. If the save fails, Ray ends the workers, as if the
-        function had raised the error.
+        The snapshot is ``step-<step>`` in the run's folder, and replaces one there that was never
+        reported. If that step was, it is ``step-<step>-2``: Ray would delete both by one name. Ray
+        gets rank 0's ``metrics`` with it after the commit. If the save fails, Ray ends the workers,
+        as if the function had raised the error.
 
         Args:
             metrics: See ``ray.train.report``.
@@ -72,7 +74,12 @@ class ActorsnapReporter:
         self.wait()
         storage = _train.get_context().get_storage()
         filesystem = storage.storage_filesystem
-        path = f"{storage.experiment_fs_path}/step-{step:08}"
+        names = self._reported()
+        name, number = f"step-{step:08}", 1
+        while name in names:
+            number += 1
+            name = f"step-{step:08}-{number}"
+        path = f"{storage.experiment_fs_path}/{name}"
         pending = sync.Snapshot.async_take(
             _url_of(filesystem, path),
             app_state,
@@ -83,6 +90,7 @@ class ActorsnapReporter:
             options=self._options,
         )
         self.pending = pending
+        names.add(name)
 
         def committed(checkpoint: Any, name: str) -> Any:
             pending.wait()
@@ -126,6 +134,13 @@ class ActorsnapReporter:
         pending, self.pending = self.pending, None
         if pending is not None:
             pending.wait()
+
+    def _reported(self) -> set[str]:
+        """Names of the checkpoints that Ray has, the same on all workers."""
+        if self._names is None:
+            reported = _train.get_all_reported_checkpoints()
+            self._names = {each.checkpoint.path.rpartition("/")[2] for each in reported}
+        return self._names
 
 
 def _url_of(filesystem: Any, path: str) -> str:

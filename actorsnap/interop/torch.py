@@ -16,7 +16,7 @@ from typing import Any, TypeAlias
 import torch
 
 from actorsnap import sync
-from actorsnap.errors import UsageError
+from actorsnap.errors import UsageError, text_of
 from actorsnap.interop.checkpoints import Held, read_whole
 from actorsnap.interop.formats.describing import DEFAULT_KEY
 from actorsnap.interop.formats.pickles import TorchMark, top_level
@@ -98,7 +98,7 @@ def load(
         storage_options, options: See ``actorsnap.Snapshot``.
 
     Raises:
-        UsageError: ``f`` is a file object, or an argument is refused.
+        UsageError: ``f`` is a file object, the device cannot be used, or an argument is refused.
         NotASnapshot: There is neither.
         ActorSnapError: See ``actorsnap.Snapshot.restore``.
     """
@@ -195,7 +195,7 @@ def _mover(map_location: MapLocation) -> _Mover | None:
     if map_location is None:
         return None
     if isinstance(map_location, str | torch.device):
-        device = torch.device(map_location)
+        device = _usable(map_location)
         return None if device.type == "cpu" else _Mover(lambda s: _storage_on(s, device), device)
     if callable(map_location):
         function = map_location
@@ -204,6 +204,20 @@ def _mover(map_location: MapLocation) -> _Mover | None:
         f"map_location must be a device or a function, not {type(map_location).__name__}: a "
         "snapshot does not name devices, so pass the one that you want"
     )
+
+
+def _usable(name: str | torch.device) -> torch.device:
+    """Raises UsageError for a device that this process cannot use, before anything is read."""
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except Exception as error:  # torch raises many kinds, also AssertionError
+        why = (text_of(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"map_location={str(name)!r} is no device that this process can use ({why:.200}): pass "
+            'another one, or map_location="cpu"'
+        ) from error
+    return device
 
 
 def _storage_on(storage: Any, device: torch.device) -> Any:

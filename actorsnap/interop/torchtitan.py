@@ -15,22 +15,26 @@ import concurrent.futures
 import copy
 import logging
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from datetime import datetime
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from actorsnap.errors import ActorSnapError, NotASnapshot, NoValidSnapshot, UsageError, describe
+from actorsnap.errors import ActorSnapError, NoValidSnapshot, UsageError, describe
+from actorsnap.format.manifest import Commit
 from actorsnap.interop import dcp
+from actorsnap.interop.checkpoints import find_damage
 from actorsnap.interop.dcp.calls import begin_save
 from actorsnap.interop.dcp.writer import ActorsnapWriter
 from actorsnap.protocol.messages import CallKind, Label
-from actorsnap.runtime import taking, verify
+from actorsnap.runtime import taking
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location, resolve_options
-from actorsnap.runtime.roots import is_damage
+from actorsnap.runtime.maintenance import collect, find_snapshots
 from actorsnap.runtime.rounds import announce
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import run_sync
@@ -55,6 +59,18 @@ __all__ = ["CheckpointManager"]
 logger = logging.getLogger(__name__)
 
 _STEP_FOLDER = re.compile(r"step-(\d+)")
+
+
+class _Found(NamedTuple):
+    """A snapshot.
+
+    Attributes:
+        created: None if it was never committed, or is partly deleted.
+    """
+
+    step: int
+    created: datetime | None
+    path: str
 
 
 class OverSnapshots:
@@ -82,7 +98,10 @@ class OverSnapshots:
             return
         self.keep_latest_k = config.keep_latest_k
         self._whole: set[str] = set()
+        self._saving = ""
+        self._has_saved = False
         self._deleting = concurrent.futures.ThreadPoolExecutor(1, "actorsnap-torchtitan")
+        self._purging: concurrent.futures.Future[None] | None = None
         if AsyncMode(config.async_mode) is AsyncMode.ASYNC_WITH_PINNED_MEM:
             self.stager = LazyStager(kwargs["model_parts"], kwargs["optimizers"])
 
@@ -91,14 +110,24 @@ class OverSnapshots:
 
     def _close(self) -> None:
         """Waits for the save in flight, and for deletions."""
-        if self.save_future is not None:
+        if self._has_saved:
             try:
-                self._wait_for_saving()  # type: ignore[attr-defined]
-                self._purge_stale_checkpoints()
+                self.maybe_wait_for_saving()  # type: ignore[attr-defined]
+                self._saving = ""
+                self._purge_stale_checkpoints()  # torchtitan's does not after the last step
             except CheckpointException as error:
                 # Raised, it would hide the exception for which the trainer closes.
                 logger.error("%s: the last save failed: %s", self.folder, error)
-        self._deleting.shutdown()
+        self._wait_for_purge()
+
+    def _wait_for_saving(self) -> None:
+        """torchtitan's, which keeps a future that failed, and with it raises at every save."""
+        manager: Any = super()
+        try:
+            manager._wait_for_saving()
+        except CheckpointException:
+            self.save_future = None
+            raise
 
     def dcp_save(
         self,
@@ -118,7 +147,10 @@ class OverSnapshots:
             return manager.dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
             )
+        self._wait_for_purge()  # it may be at this very folder, from before a rewind
         self._whole.discard(checkpoint_id)
+        self._saving = checkpoint_id
+        self._has_saved = True
         result: Any = None
         if async_mode == AsyncMode.ASYNC_WITH_PINNED_MEM:
             result = async_save(state_dict, checkpoint_id=checkpoint_id, async_stager=self.stager)
@@ -126,6 +158,7 @@ class OverSnapshots:
             result = async_save(state_dict, checkpoint_id=checkpoint_id)
         else:
             save(state_dict, checkpoint_id=checkpoint_id)
+            self._saving = ""
         if enable_garbage_collection:
             GarbageCollection.collect("GC collection invoked by checkpointer.")
         return result
@@ -172,27 +205,53 @@ class OverSnapshots:
     def _purge_stale_checkpoints(self) -> None:
         """Deletes, in the background, what is older than the ``keep_latest_k`` newest whole ones.
 
-        A save in flight does not count. Only snapshots are deleted, the commit object first.
+        A save in flight does not count. Only snapshots are deleted, the commit object first. After
+        a rewind the greatest steps are not the latest: the newest by step stay, and by time.
         """
         if self._should_purge():  # type: ignore[attr-defined]
-            self._deleting.submit(self._purge)
+            self._purging = self._deleting.submit(self._purge)
+
+    def _wait_for_purge(self) -> None:
+        if self._purging is not None:
+            self._purging.result()
 
     def _purge(self) -> None:
-        num_kept = 0
-        for _, path in _step_folders(self.folder):
-            try:
-                if num_kept == self.keep_latest_k:
-                    Snapshot(path).delete()
-                    logger.info("deleted %s", path)
-                elif path in self._whole or Snapshot(path).verify().ok:
-                    self._whole.add(path)
-                    num_kept += 1
-                else:
-                    logger.warning("%s is damaged, and does not count as one of the latest", path)
-            except NotASnapshot:
-                continue  # in flight, left behind by a job that ended, or another program's
-            except Exception as error:
-                logger.warning("%s: not looked at, or not deleted: %s", path, describe(error))
+        try:
+            found = [each for each in _snapshots(self.folder) if each.path != self._saving]
+            committed = [each for each in found if each.created is not None]
+            by_step = self._newest(committed, lambda each: each.step)
+            by_time = self._newest(committed, lambda each: each.created)
+        except Exception as error:
+            logger.warning("%s: nothing is deleted: %s", self.folder, describe(error))
+            return
+        if len(by_step) < self.keep_latest_k:
+            return
+        for each in found:
+            if each.step < by_step[-1].step and each not in by_time:
+                try:
+                    if each.created is not None:
+                        Snapshot(each.path).delete()
+                    else:
+                        _collect(each.path)
+                    logger.info("deleted %s", each.path)
+                except Exception as error:
+                    logger.warning("%s is not deleted: %s", each.path, describe(error))
+
+    def _newest(self, committed: list[_Found], key: Callable[[_Found], Any]) -> list[_Found]:
+        """Returns the ``keep_latest_k`` newest whole ones."""
+        found: list[_Found] = []
+        for each in sorted(committed, key=key, reverse=True):
+            if len(found) < self.keep_latest_k and self._is_whole(each.path):
+                found.append(each)
+        return found
+
+    def _is_whole(self, path: str) -> bool:
+        if path not in self._whole:
+            if run_sync(find_damage(_source(path)), name="CheckpointManager.save"):
+                logger.warning("%s is damaged, and does not count as one of the latest", path)
+                return False
+            self._whole.add(path)
+        return True
 
 
 class CheckpointManager(OverSnapshots, _DcpManager):  # type: ignore[misc]
@@ -233,8 +292,16 @@ class _StagingFuture(concurrent.futures.Future[None]):
         return self._save.staged.done()
 
     def result(self, timeout: float | None = None) -> None:
-        """Speeds the copies up, and waits. ``timeout`` has no effect: ``Options.timeout_s`` has."""
-        run_sync(taking.await_staged(self._save), name="CheckpointManager.maybe_wait_for_staging")
+        """Speeds the copies up, and waits. ``timeout`` has no effect: ``Options.timeout_s`` has.
+
+        The error of a save that failed is left to the next save.
+        """
+        try:
+            waiting = taking.await_staged(self._save)
+            run_sync(waiting, name="CheckpointManager.maybe_wait_for_staging")
+        except ActorSnapError:
+            if not self._save.staged.done():
+                raise
 
 
 def save(state_dict: dict[str, Any], *, checkpoint_id: str) -> None:
@@ -258,7 +325,7 @@ def load(state_dict: dict[str, Any], *, checkpoint_id: str) -> None:
 
 
 def _writer(path: str) -> ActorsnapWriter:
-    found = _STEP_FOLDER.search(path.rpartition("/")[2])
+    found = _STEP_FOLDER.fullmatch(path.rpartition("/")[2])
     return ActorsnapWriter(path, step=None if found is None else int(found[1]))
 
 
@@ -266,15 +333,39 @@ def _step_folders(folder: str) -> list[tuple[int, str]]:
     """Returns steps and paths, the greatest step first."""
     if not filesystem.isdir(folder):
         return []
-    named = [(_STEP_FOLDER.search(name), name) for name in filesystem.listdir(folder)]
+    # The whole name: step-500-best is the user's.
+    named = [(_STEP_FOLDER.fullmatch(name), name) for name in filesystem.listdir(folder)]
     found = [(int(match[1]), filesystem.join(folder, name)) for match, name in named if match]
     return sorted(found, reverse=True)
+
+
+def _snapshots(folder: str) -> list[_Found]:
+    """Returns those whose commit object is not damaged."""
+    found: list[_Found] = []
+    listed = run_sync(find_snapshots(_source(folder)), name="CheckpointManager.save")
+    for name, commit in listed.items():
+        match = _STEP_FOLDER.fullmatch(name)
+        if match and (commit is None or isinstance(commit, Commit)):
+            created = None if commit is None else datetime.fromisoformat(commit.created)
+            found.append(_Found(int(match[1]), created, filesystem.join(folder, name)))
+    return found
+
+
+def _collect(path: str) -> None:
+    """Deletes what a killed job left of a snapshot, unless it may still be saved."""
+    kept = run_sync(collect(_source(path), force=False), name="CheckpointManager.save").kept
+    if kept:  # complete: their commit object was deleted, or never written
+        run_sync(collect(_source(path), force=False, deletable=kept), name="CheckpointManager.save")
+
+
+def _source(path: str) -> Source:
+    return Source(make_location(path, None), resolve_options(None))
 
 
 def _latest(folder: str) -> Script[int]:
     skipped: list[tuple[str, str]] = []
     for step, path in _step_folders(folder):
-        problems = yield from _problems(path)
+        problems = yield from find_damage(_source(path))
         if problems is None:
             continue
         if not problems:
@@ -287,16 +378,3 @@ def _latest(folder: str) -> Script[int]:
         error.add_note("to start from nothing, choose another checkpoint.folder")
         raise error
     return -1
-
-
-def _problems(path: str) -> Script[list[ActorSnapError] | None]:
-    """Returns what is wrong with a snapshot; None if it was never committed."""
-    source = Source(make_location(path, None), resolve_options(None))
-    try:
-        return [*(yield from verify.verify(source, level="quick")).problems]
-    except NotASnapshot:
-        return None
-    except ActorSnapError as error:
-        if not is_damage(error):
-            raise
-        return [error]

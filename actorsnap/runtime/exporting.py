@@ -46,6 +46,7 @@ from actorsnap.runtime.location import Location
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened_storage
 from actorsnap.state.distributed import LocalPiece
 from actorsnap.state.restore.reads import BoxReads
+from actorsnap.state.sources import MemoryPart
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 logger = Log(__name__)
@@ -90,10 +91,7 @@ class StoredBytes:
     path: str
     shards: Shards
     shape: tuple[int, ...]
-    _block_bytes: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._block_bytes = self.shards.block_bytes
+    _block_bytes: list[int] = field(init=False, default_factory=list)
 
     @classmethod
     def of(cls, index: Index, entry: TensorEntry | ShardedEntry) -> StoredBytes:
@@ -144,6 +142,9 @@ class StoredBytes:
 
     def requests(self, start: int, stop: int, out: memoryview) -> Iterator[RangeRequest]:
         """Yields the reads of bytes ``[start, stop)`` into ``out``."""
+        if len(self.shards) == 1 and (start, stop) == (0, self.nbytes) and stop:
+            yield RangeRequest(self.index, self.shards.data(0), MemoryPart(out, 0, stop))
+            return
         memory = torch.frombuffer(out, dtype=torch.uint8)
         boxes = flat_range_boxes(self.shape, start, stop)
         parts: list[LocalPiece] = []
@@ -155,6 +156,7 @@ class StoredBytes:
             yield RangeRequest(self.index, each.stored, each.sink)
 
     def _plan(self, boxes: Sequence[Box]) -> list[BoxRead]:
+        self._block_bytes = self._block_bytes or self.shards.block_bytes
         return plan_boxes(
             self.path,
             self.shards.cut.boxes,
@@ -252,7 +254,8 @@ class Body:
 
     async def crc32(self) -> int:
         """Waits until all its bytes were read."""
-        await self._is_summed.wait()
+        if not self._is_summed.is_set():  # waiting would be a turn of the loop per tensor
+            await self._is_summed.wait()
         value = 0
         for start in sorted(self._sums):
             value = combine_crc32(value, *self._sums[start])

@@ -52,7 +52,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
         level: ``quick``: index, existence and sizes; ``full``: every byte, and whether each rank
             can restore its entries.
         num_objects: Data objects checked.
-        nbytes: Bytes compared with checksums.
+        nbytes: Bytes read, and compared with checksums if there are any; 0 if ``quick``.
         has_checksums: False for a checkpoint of another format: there is nothing to compare with.
             ``quick`` checks that all bytes are there, ``full`` also reads them.
         problems: An error per damaged or missing object, and per entry that cannot be restored.
@@ -118,7 +118,7 @@ def verify(
         return VerifyReport(
             level=level,
             num_objects=check.num_objects,
-            nbytes=check.nbytes if reader.foreign is None else 0,
+            nbytes=check.nbytes if reader.foreign is None else check.done_bytes,
             has_checksums=reader.foreign is None,
             problems=tuple(problems),
         )
@@ -136,6 +136,7 @@ class DataCheck:
     Attributes:
         num_objects: Data objects checked.
         nbytes: Of intact objects; 0 if ``quick``.
+        done_bytes: Of leaves, read so far.
     """
 
     opened: OpenSource
@@ -153,7 +154,7 @@ class DataCheck:
         self._held: dict[str, _HeldObject] = {}
         self._listed: set[str] = set()
         self._lock = threading.Lock()
-        self._done_bytes = self._total_bytes = 0
+        self.done_bytes = self._total_bytes = 0
         self.num_objects = 0
         self.nbytes = 0
 
@@ -204,7 +205,7 @@ class DataCheck:
             await for_each(batch.keys, check, at_once=at_once)
             self._held = {}
         self.num_objects = len(survey.objects)
-        done, total = self._done_bytes, self._total_bytes
+        done, total = self.done_bytes, self._total_bytes
         if not problems and (
             num_checked != self.num_objects or (self.level == "full" and done < total)
         ):
@@ -242,9 +243,9 @@ class DataCheck:
     def _count(self, nbytes: int) -> None:
         """Adds up worker threads' bytes for the caller's ``progress``."""
         with self._lock:
-            self._done_bytes += nbytes
+            self.done_bytes += nbytes
             if self.progress is not None:
-                self.progress(self._done_bytes, self._total_bytes)
+                self.progress(self.done_bytes, self._total_bytes)
 
     async def _build(self, leaf: Doubtful) -> list[FormatError]:
         """Returns why the leaf cannot be built; empty if it can."""

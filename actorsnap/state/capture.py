@@ -50,8 +50,8 @@ from actorsnap.state.tensors import (
     PLAIN_TYPES,
     DeviceSource,
     StridedMemory,
-    address_of,
     as_bytes,
+    host_address,
     is_addressable,
     memory_format_of,
     refusal,
@@ -221,18 +221,17 @@ class _Globs:
         if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
             raise UsageError(f"replicated must be a list of globs, not {globs!r}")
         self._matched: set[str] = set()
-        self.patterns = {glob: re.compile(_glob_regex(glob), re.DOTALL) for glob in globs}
+        self.patterns = {glob: re.compile(_glob_regex(glob), re.DOTALL).fullmatch for glob in globs}
 
     def match(self, path: str) -> bool:
         """Whether any glob matches the path, escaped or as typed."""
-        paths = [path, human(path)] if "%" in path else [path]
-        hits = [
-            glob
-            for glob, pattern in self.patterns.items()
-            if any([pattern.fullmatch(text) for text in paths])
-        ]
-        self._matched.update(hits)
-        return bool(hits)
+        typed = human(path) if "%" in path else path
+        has_match = False
+        for glob, matches in self.patterns.items():
+            if matches(path) or (typed is not path and matches(typed)):
+                has_match = True
+                self._matched.add(glob)
+        return has_match
 
     def warn_unmatched(self) -> None:
         for glob in self.patterns:
@@ -249,11 +248,15 @@ def _glob_regex(glob: str) -> str:
 
 
 class _RankGroup(NamedTuple):
-    """Global ranks, those of them that save together, as numbers in that group, and a digest."""
+    """Global ranks, those of them that save together, as numbers in that group, and a digest.
+
+    ``is_member``: whether this rank is one of them.
+    """
 
     ranks: tuple[int, ...]
     members: tuple[int, ...]
     digest: bytes
+    is_member: bool
 
 
 class _Collector:
@@ -276,6 +279,7 @@ class _Collector:
         self._numbers = {global_rank: number for number, global_rank in enumerate(ranks)}
         self._everybody = tuple(range(len(ranks)))
         self._groups: dict[int, _RankGroup] = {}
+        self._layouts: dict[int, tuple[Layout, Layout]] = {}
         self._attributes = attributes
         self._describer = Describer()
         self._globs = globs if globs.patterns else None
@@ -348,7 +352,7 @@ class _Collector:
             (),
             (LocalPiece(box, tensor.detach(), None),),
         )
-        self._add_pieces(leaf.path, whole, tensor)
+        self._add_pieces(leaf.path, whole, tensor, self._group(whole.ranks))
 
     def _refuse(self, path: str, why: str | None) -> None:
         self._refused.append(f"{path!r} {why}")
@@ -435,7 +439,8 @@ class _Collector:
             self._repeating.append(len(self._parts))
 
     def _add_tensor(self, path: str, tensor: torch.Tensor, replicated: bool) -> None:
-        if tensor.is_nested or is_composite(tensor) or not tensor.is_cpu:
+        start = host_address(tensor)
+        if not start and (tensor.is_nested or is_composite(tensor) or not tensor.is_cpu):
             why = refusal(tensor)
             if why is not None:
                 self._refuse(path, why)
@@ -443,7 +448,8 @@ class _Collector:
             if is_composite(tensor):
                 self._add_composite(path, tensor, replicated)
                 return
-        self._add_dense(path, tensor, tensor_type(tensor), tensor.requires_grad, replicated)
+        kind = tensor_type(tensor)
+        self._add_dense(path, tensor, start, kind, tensor.requires_grad, replicated)
 
     def _add_composite(self, path: str, tensor: torch.Tensor, replicated: bool) -> None:
         split = take_apart(tensor)
@@ -465,17 +471,27 @@ class _Collector:
             )
         )
         for name, part in parts:
-            self._add_dense(part_path(path, name), part, "tensor", False, replicated, is_whole=True)
+            self._add_dense(
+                part_path(path, name),
+                part,
+                host_address(part),
+                "tensor",
+                False,
+                replicated,
+                is_whole=True,
+            )
 
     def _add_dense(
         self,
         path: str,
         tensor: torch.Tensor,
+        start: int,
         kind: TensorType,
         requires_grad: bool,
         replicated: bool,
         is_whole: bool = False,
     ) -> None:
+        """``start``: see ``host_address``."""
         name, itemsize = DTYPE_NAMES[tensor.dtype], tensor.itemsize
         nbytes = tensor.nbytes
         item = Item(
@@ -484,21 +500,16 @@ class _Collector:
         source: ByteSource
         if nbytes == 0:
             source = HostMemory(0, 0, None)
-        elif not is_addressable(tensor):
-            why = refusal(tensor)
-            if why is not None:
-                self._refuse(path, why)
-                return
+        elif start:  # nearly all tensors: nothing here may be slow
+            source = HostMemory(start, nbytes, tensor)
+            self._cpu.add(len(self._parts), start, start + nbytes)
+        elif (why := refusal(tensor)) is not None:
+            self._refuse(path, why)
+            return
+        else:
             source = self._copied(tensor)
             if (region := region_of(tensor)) is not None:
                 self._track(region, tensor.device)
-        else:  # nearly all tensors: nothing here may be slow
-            start = address_of(tensor)
-            if start == 0 or tensor.untyped_storage().nbytes() < nbytes:
-                self._refuse(path, refusal(tensor))
-                return
-            source = HostMemory(start, nbytes, tensor)
-            self._cpu.add(len(self._parts), start, start + nbytes)
         leaf = Leaf(item, source, kind, name, requires_grad)
         if len(item.shape) > 3 or kind == "parameter" or self._attributes:
             self._annotate(leaf, tensor, tensor)
@@ -518,7 +529,8 @@ class _Collector:
         if not isinstance(sharding, Sharding):
             self._refuse(path, sharding or refusal(tensor))
             return
-        if len(self._members(sharding.ranks)) < len(sharding.ranks):
+        group = self._group(sharding.ranks)
+        if len(group.members) < len(sharding.ranks):
             absent = sorted(set(sharding.ranks) - self._numbers.keys())
             self._refuse(
                 path,
@@ -526,50 +538,50 @@ class _Collector:
                 "in this save; pass a group that has all of them, or save x.full_tensor()",
             )
             return
-        self._add_pieces(path, sharding, tensor)
+        self._add_pieces(path, sharding, tensor, group)
 
-    def _add_pieces(self, path: str, whole: Sharding, tensor: torch.Tensor) -> None:
-        ranks = whole.ranks
-        if self._rank in ranks:
-            self.sharded.append(
-                Sharded(
-                    path,
-                    whole.dtype,
-                    whole.global_shape,
-                    self._group(ranks).digest,
-                    len(ranks),
-                    self._layout(whole.layout),
-                )
-            )
+    def _add_pieces(
+        self, path: str, whole: Sharding, tensor: torch.Tensor, group: _RankGroup
+    ) -> None:
+        """Adds the pieces of a tensor that the ranks of ``group`` have."""
+        shape, dtype, num_ranks = whole.global_shape, whole.dtype, len(whole.ranks)
+        if group.is_member:
+            layout = self._layout(whole.layout)
+            self.sharded.append(Sharded(path, dtype, shape, group.digest, num_ranks, layout))
+        # Other meshes may have boxes of this name. Equal ones are recognised if uncut.
+        is_whole = num_ranks < len(self._ranks)
         for piece in whole.pieces:
             if not piece.is_stored:
                 continue
+            box, part = piece.box, piece.tensor
+            nbytes, itemsize = part.nbytes, part.itemsize
             item = Item(
-                path,
-                whole.dtype,
-                piece.box.sizes,
-                piece.tensor.nbytes,
-                piece.tensor.itemsize,
-                offsets=piece.box.offsets,
-                global_shape=whole.global_shape,
-                # Other meshes may have boxes of this name. Equal ones are recognised if uncut.
-                is_whole=len(ranks) < len(self._ranks),
+                path, dtype, box.sizes, nbytes, itemsize, False, box.offsets, shape, is_whole
             )
-            source = self._source(piece.tensor)
             holders = () if piece.holders is None else self._members(piece.holders)
-            leaf = Leaf(item, source, whole.kind, whole.dtype, whole.requires_grad, holders)
-            self._annotate(leaf, piece.tensor, tensor)
+            start = piece.address
+            source = HostMemory(start, nbytes, part) if start else self._source(part)
+            leaf = Leaf(item, source, whole.kind, dtype, whole.requires_grad, holders)
+            if len(shape) > 3 or whole.kind == "parameter" or self._attributes:
+                self._annotate(leaf, part, tensor)
             self._parts.append(leaf)
 
     def _layout(self, layout: Layout | None) -> Layout | None:
         """Returns the layout in group ranks; None if the group's ranks are irregular."""
         if layout is None or self._step is None:
             return None
-        step, mesh = self._step, layout.mesh
-        axes = tuple([(count, at // step if count > 1 else 1) for count, at in mesh.axes])
-        return Layout(Grid((mesh.start - self._ranks[0]) // step, axes), layout.cuts)
+        found = self._layouts.get(id(layout))
+        if found is None:
+            step, mesh = self._step, layout.mesh
+            axes = tuple([(count, at // step if count > 1 else 1) for count, at in mesh.axes])
+            own = Layout(Grid((mesh.start - self._ranks[0]) // step, axes), layout.cuts)
+            # Keeps the layout, and so its id.
+            found = self._layouts[id(layout)] = (layout, own)
+        return found[1]
 
     def _source(self, tensor: torch.Tensor) -> ByteSource:
+        if start := host_address(tensor):
+            return HostMemory(start, tensor.nbytes, tensor)
         return as_bytes(tensor) if is_addressable(tensor) else self._copied(tensor)
 
     def _copied(self, tensor: torch.Tensor) -> StridedMemory:
@@ -596,7 +608,8 @@ class _Collector:
         if found is None:
             numbers = self._numbers
             members = tuple(sorted([numbers[rank] for rank in ranks if rank in numbers]))
-            found = self._groups[id(ranks)] = _RankGroup(ranks, members, ranks_digest(ranks))
+            digest, is_member = ranks_digest(ranks), self._rank in ranks
+            found = self._groups[id(ranks)] = _RankGroup(ranks, members, digest, is_member)
         return found
 
     def _add_replica(
@@ -634,7 +647,7 @@ class _Collector:
             holders = ranks = tuple([self._ranks[i] for i in members])
         piece = LocalPiece(Box.whole(shape), value, holders)
         whole = Sharding(shape, name, kind, value.requires_grad, ranks, (piece,))
-        self._add_pieces(path, whole, value)
+        self._add_pieces(path, whole, value, self._group(ranks))
         return True
 
     def mark_devices(self) -> None:

@@ -19,7 +19,9 @@ from actorsnap.format.manifest import TensorType
 from actorsnap.format.owners import Grid, Layout, MeshCut
 from actorsnap.state import xla_shards
 from actorsnap.state.optim import ModelState, plain_name
-from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, refusal, tensor_type
+from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, host_address, refusal, tensor_type
+
+_Parameter = torch.nn.Parameter
 
 Ranks: TypeAlias = tuple[int, ...]
 """Global ranks, ascending."""
@@ -33,12 +35,14 @@ class LocalPiece(msgspec.Struct, frozen=True, gc=False, eq=False):
         tensor: Its elements: a detached view of the distributed tensor's memory.
         holders: Ranks that hold this box with equal values; None if only this rank does.
         is_stored: False if another rank stores the box.
+        address: Of the tensor's C-order bytes in CPU memory; 0: unknown.
     """
 
     box: Box
     tensor: torch.Tensor
     holders: Ranks | None
     is_stored: bool = True
+    address: int = 0
 
 
 class Sharding(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -88,33 +92,43 @@ class Describer:
 
     def _describe_dtensor(self, tensor: Any) -> Sharding | str:
         spec = tensor._spec
-        why = _placement_refusal(spec.placements)
-        if why is not None:
-            return why
-        shape = tuple(tensor.shape)
-        key = (spec.mesh, spec.placements, getattr(spec, "shard_order", None), shape)
-        try:
-            if key not in self._layouts:
-                self._layouts[key] = _layout_of(spec, shape, self._ranks_of(spec.mesh))
-        except ValueError as error:
-            return f"is a DTensor with an unsupported layout: {error}; distribute it again"
-        placed, expected, holders, ranks, layout = self._layouts[key]
+        cuts = _cuts_of(spec.placements)
+        if isinstance(cuts, str):
+            return cuts
+        key = (spec.mesh, cuts, getattr(spec, "shard_order", None), tensor.shape)
+        found = self._layouts.get(key)
+        if found is None:
+            shape = tuple(tensor.shape)
+            try:
+                found = _layout_of(spec, shape, self._ranks_of(spec.mesh))
+            except ValueError as error:
+                return f"is a DTensor with an unsupported layout: {error}; distribute it again"
+            self._layouts[key] = found
+        shape, placed, expected, holders, ranks, layout = found
         if not placed:
             return _sharding(tensor, shape, ranks, (), layout)
-        local = _local(tensor)
-        why = _local_refusal(local, tensor)
-        if why is not None:
-            return why
-        if tuple(local.shape) != expected:
+        local = tensor._local_tensor
+        address = host_address(local)
+        if address and local.dtype is tensor.dtype:  # nearly all
+            local = local.detach()
+        else:
+            local = _local(tensor)
+            why = _local_refusal(local, tensor)
+            if why is not None:
+                return why
+        if local.shape != expected:
             return (
                 f"is a DTensor of shape {shape} with placements {tuple(spec.placements)} whose "
                 f"local tensor has the shape {tuple(local.shape)} here, not {expected}; make it "
                 "with distribute_tensor(...), or pass shape= and stride= to DTensor.from_local"
             )
         if local.numel() == 0:
-            pieces = [LocalPiece(placed[0].box, local.reshape(shape), holders)]
+            local = local.reshape(shape)
+        if len(placed) == 1:
+            piece = LocalPiece(placed[0].box, local, holders, True, address)
+            pieces: tuple[LocalPiece, ...] = (piece,)
         else:
-            pieces = [LocalPiece(p.box, _narrow(local, p.local), holders) for p in placed]
+            pieces = tuple([LocalPiece(p.box, _narrow(local, p.local), holders) for p in placed])
         return _sharding(tensor, shape, ranks, pieces, layout)
 
 
@@ -137,17 +151,19 @@ def _sharding(
     tensor: torch.Tensor,
     shape: tuple[int, ...],
     ranks: Ranks,
-    pieces: Iterable[LocalPiece],
+    pieces: tuple[LocalPiece, ...],
     layout: Layout | None = None,
     write_back: Callable[[], None] | None = None,
 ) -> Sharding | str:
-    if tensor.dtype in QUANTIZED:
-        return f"is a sharded tensor of dtype {tensor.dtype}, which cannot be stored"
-    is_parameter = isinstance(tensor, torch.nn.Parameter)
+    dtype = tensor.dtype
+    if dtype in QUANTIZED:
+        return f"is a sharded tensor of dtype {dtype}, which cannot be stored"
+    # As isinstance, which runs Python code: wrapped tensors have the flag.
+    is_parameter = getattr(tensor, "_is_param", False) or issubclass(type(tensor), _Parameter)
     kind: TensorType = "parameter" if is_parameter else tensor_type(tensor)
-    dtype = DTYPE_NAMES[tensor.dtype]
+    requires_grad = tensor.requires_grad
     return Sharding(
-        shape, dtype, kind, tensor.requires_grad, ranks, tuple(pieces), layout, write_back
+        shape, DTYPE_NAMES[dtype], kind, requires_grad, ranks, pieces, layout, write_back
     )
 
 
@@ -176,32 +192,46 @@ def _narrow(local: torch.Tensor, box: Box) -> torch.Tensor:
     return local
 
 
-def _placement_refusal(placements: Sequence[Any]) -> str | None:
+def _cuts_of(placements: Sequence[Any]) -> tuple[object, ...] | str:
+    """Returns a key of placements, or why they are refused."""
+    cuts: list[object] = []
     for placement in placements:
-        kind = type(placement).__name__
-        if placement.is_partial():
-            return (
-                f"is a DTensor with the placement {placement!r}: its values are still to be "
-                "reduced over the mesh. Save x.full_tensor(), or "
-                "x.redistribute(placements=[...]) with Shard and Replicate"
-            )
-        if kind not in ("Shard", "_StridedShard", "Replicate"):
-            return (
-                f"is a DTensor with the placement {placement!r} ({type(placement).__module__}."
-                f"{kind}); save x.redistribute(placements=[...]) with Shard and Replicate"
-            )
-    return None
+        kind = type(placement)
+        if kind.__name__ == "Shard":
+            cuts.append((kind, placement.dim))  # hashed faster than the placement
+        elif kind.__name__ in ("_StridedShard", "Replicate"):
+            cuts.append((kind, placement))
+        else:
+            return _placement_refusal(placement)
+    return tuple(cuts)
 
 
-_Described: TypeAlias = tuple[list[Placed], tuple[int, ...], Ranks | None, Ranks, "Layout | None"]
-"""Boxes, the local shape that they imply, their holders, all ranks of the mesh, and the layout."""
+def _placement_refusal(placement: Any) -> str:
+    if placement.is_partial():
+        return (
+            f"is a DTensor with the placement {placement!r}: its values are still to be "
+            "reduced over the mesh. Save x.full_tensor(), or "
+            "x.redistribute(placements=[...]) with Shard and Replicate"
+        )
+    kind = type(placement)
+    return (
+        f"is a DTensor with the placement {placement!r} ({kind.__module__}.{kind.__name__}); "
+        "save x.redistribute(placements=[...]) with Shard and Replicate"
+    )
+
+
+_Described: TypeAlias = tuple[
+    tuple[int, ...], list[Placed], tuple[int, ...], Ranks | None, Ranks, "Layout | None"
+]
+"""The shape, the boxes held here, the local shape that they imply, their holders, all ranks of the
+mesh, and the layout."""
 
 
 def _layout_of(spec: Any, shape: tuple[int, ...], all_ranks: Ranks) -> _Described:
     mesh = spec.mesh
     coordinate = mesh.get_coordinate()
     if coordinate is None:
-        return [], (), None, all_ranks, None
+        return shape, [], (), None, all_ranks, None
     ranks = mesh.mesh
     placements = spec.placements
     axes = range(len(placements))
@@ -233,7 +263,8 @@ def _layout_of(spec: Any, shape: tuple[int, ...], all_ranks: Ranks) -> _Describe
         # Along axes that cut nothing, all ranks hold the same.
         ranks = ranks[tuple([coordinate[a] if a in cutting else slice(None) for a in axes])]
     holders = tuple(sorted(ranks.flatten().tolist()))
-    return (*place(shape, cuts), holders if len(holders) > 1 else None, all_ranks, layout)
+    placed, local_shape = place(shape, cuts)
+    return shape, placed, local_shape, holders if len(holders) > 1 else None, all_ranks, layout
 
 
 def _grid_of(ranks: torch.Tensor) -> Grid | None:
@@ -273,7 +304,7 @@ def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
                 )
             pieces.append(LocalPiece(box, local, None))
     ranks = {shard.placement.rank() for shard in metadata.shards_metadata}
-    return _sharding(tensor, shape, tuple(sorted(ranks)), pieces)
+    return _sharding(tensor, shape, tuple(sorted(ranks)), tuple(pieces))
 
 
 def _describe_xla_tensor(tensor: torch.Tensor) -> Sharding | str:
@@ -285,7 +316,7 @@ def _describe_xla_tensor(tensor: torch.Tensor) -> Sharding | str:
             return why
         pieces.append(LocalPiece(box, local, None, is_stored))
     shape = tuple(tensor.shape)
-    return _sharding(tensor, shape, found.ranks, pieces, write_back=found.write_back)
+    return _sharding(tensor, shape, found.ranks, tuple(pieces), write_back=found.write_back)
 
 
 class Replica(msgspec.Struct, frozen=True, gc=False):

@@ -19,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -70,17 +70,15 @@ class LazyState:
 
     def touched_by(self, optimizer: Any) -> list[int]:
         """Returns the leaves that a step changes, in its order."""
-        found: dict[int, Sequence[int]] = {}
-        others: dict[int, torch.Tensor] = {}
-        for number, tensor in enumerate(tensors_of(optimizer)):
-            leaves = self._leaves_of.get(id(tensor))
-            if leaves is None:
-                others[number] = tensor
-            else:
+        tensors = list(tensors_of(optimizer))
+        leaves_of = self._leaves_of
+        found = [leaves_of.get(id(tensor), ()) for tensor in tensors]
+        if not all(found):  # not in the app state, but may share its memory
+            others = [number for number, leaves in enumerate(found) if not leaves]
+            extents = _extents_of([(number, tensors[number]) for number in others])
+            for number, leaves in _Memory(self._extents).meeting(extents).items():
                 found[number] = leaves
-        if others:  # not in the app state, but may share its memory
-            found.update(_Memory(self._extents).meeting(_extents_of(others.items())))
-        return list(dict.fromkeys([leaf for number in sorted(found) for leaf in found[number]]))
+        return list(dict.fromkeys(chain.from_iterable(found)))
 
     def changed(self, leaves: Iterable[int]) -> int | None:
         """Returns a leaf that changed or lost its memory since the capture, or None."""
@@ -129,24 +127,38 @@ def find_lazy(
                 others += uncounted
                 _warn_of_uncounted(type(optimizer).__qualname__)
     extents = _extents_of_leaves(leaves)
-    steady = _Memory(_extents_of(enumerate(tensors))).meeting(extents)
-    unsteady = _Memory(_extents_of(enumerate(others))).meeting(extents)
+    whole: dict[int, tuple[int, int]] = {}
+    steady = _Memory(_extents_of(enumerate(tensors), whole)).meeting(extents)
+    unsteady = _Memory(_extents_of(enumerate(others))).meeting(extents) if others else {}
     watched: dict[int, Sequence[int]] = {}
     places: dict[int, Sequence[_Place]] = {}
     eager: list[int] = []
     for number, leaf in enumerate(leaves):
         found = steady.get(number)
-        if found and number not in unsteady and _covers(tensors, found, leaf):
+        source: Any = leaf.source
+        if (
+            found
+            and number not in unsteady
+            and (
+                # Nearly all are the memory of a parameter.
+                (
+                    type(source) is HostMemory
+                    and whole.get(found[0]) == (source.address, source.nbytes)
+                )
+                or _covers(tensors, found, leaf)
+            )
+        ):
             watched[number] = (
                 watched_with[found[0]]
                 if len(found) == 1
                 else list(dict.fromkeys([n for each in found for n in watched_with[each]]))
             )
-            places[number] = _places_of(leaf.source)
+            places[number] = _places_of(source)
         elif leaf.item.nbytes:
             eager.append(number)
     aside = {eager[i] for i in set_aside([leaves[n].item.nbytes for n in eager], _MAX_ASIDE_BYTES)}
-    _copy_aside([leaves[number] for number in sorted(aside)])
+    if aside:
+        _copy_aside([leaves[number] for number in sorted(aside)])
     leaves_of: dict[int, list[int]] = {}
     for number, members in steady.items():
         for member in members:
@@ -166,16 +178,15 @@ def find_lazy(
 
 def tensors_of(optimizer: Any) -> Iterator[torch.Tensor]:
     """Yields what a step changes: parameters, each followed by its state."""
-    state = getattr(optimizer, "state", {})
-    seen: set[int] = set()
+    # By id: the hash of a tensor is a call of Python code.
+    states = {id(key): value for key, value in list(getattr(optimizer, "state", {}).items())}
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             yield parameter
-            seen.add(id(parameter))
-            if isinstance(value := state.get(parameter), _WITH_TENSORS):
+            if isinstance(value := states.pop(id(parameter), None), _WITH_TENSORS):
                 yield from _tensors_in(value)
-    for key, value in list(state.items()):
-        if id(key) not in seen and isinstance(value, _WITH_TENSORS):
+    for value in states.values():
+        if isinstance(value, _WITH_TENSORS):
             yield from _tensors_in(value)
     inner = getattr(optimizer, "optim", None)  # of a ZeroRedundancyOptimizer
     if hasattr(inner, "param_groups"):
@@ -292,11 +303,14 @@ def _version(tensor: torch.Tensor) -> int:
         return 0
 
 
+_CPU = torch.device("cpu")
 _ByDevice: TypeAlias = dict[torch.device, Extents]
 _Place: TypeAlias = tuple[torch.Tensor, int]
 
 
 def _places_of(source: Any) -> Sequence[_Place]:
+    if type(source) is HostMemory and isinstance(source.owner, torch.Tensor):
+        return ((source.owner, source.address),)  # nearly all
     return [(owner, address_of(owner)) for owner in _owners(source)]
 
 
@@ -309,18 +323,23 @@ def _owners(source: Any) -> Iterator[torch.Tensor]:
             yield from _owners(member)
 
 
-def _extents_of(tensors: Iterable[tuple[int, torch.Tensor]]) -> _ByDevice:
+def _extents_of(
+    tensors: Iterable[tuple[int, torch.Tensor]],
+    whole: dict[int, tuple[int, int]] | None = None,
+) -> _ByDevice:
+    """``whole`` gets address and size of the tensors without gaps, in C order."""
     found: _ByDevice = defaultdict(Extents)
     for number, tensor in tensors:
-        tensor = _local(tensor)
+        if type(tensor) not in PLAIN_TYPES:
+            tensor = _local(tensor)
         if tensor.layout is torch.strided and not tensor.is_nested:
-            _add(found, number, tensor)
+            _add(found, number, tensor, whole)
     return found
 
 
 def _extents_of_leaves(leaves: Sequence[Leaf]) -> _ByDevice:
     found: _ByDevice = defaultdict(Extents)
-    cpu = found[torch.device("cpu")]
+    cpu = found[_CPU]
     for number, leaf in enumerate(leaves):
         source: Any = leaf.source
         if isinstance(source.owner, np.ndarray):
@@ -333,11 +352,22 @@ def _extents_of_leaves(leaves: Sequence[Leaf]) -> _ByDevice:
     return found
 
 
-def _add(found: _ByDevice, number: int, tensor: torch.Tensor) -> None:
+def _add(
+    found: _ByDevice,
+    number: int,
+    tensor: torch.Tensor,
+    whole: dict[int, tuple[int, int]] | None = None,
+) -> None:
     start, nbytes = address_of(tensor), tensor.nbytes
-    if nbytes and start and tensor.dtype not in QUANTIZED:
-        stop = start + nbytes if tensor.is_contiguous() else memory_of(tensor).stop
-        found[tensor.device].add(number, start, stop)
+    if not nbytes or not start or tensor.dtype in QUANTIZED:
+        return
+    extents = found[_CPU if tensor.is_cpu else tensor.device]
+    if not tensor.is_contiguous():
+        extents.add(number, start, memory_of(tensor).stop)
+        return
+    extents.add(number, start, start + nbytes)
+    if whole is not None:
+        whole[number] = (start, nbytes)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
@@ -348,10 +378,6 @@ def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -
     """Whether every byte of the leaf certainly belongs to the tensors numbered ``found``."""
     source = leaf.source
     if isinstance(source, HostMemory):
-        first = _local(tensors[found[0]])
-        if first.data_ptr() == source.address and first.nbytes == source.nbytes:
-            if first.is_contiguous():  # nearly all
-                return True
         held = Region(source.address, 1, (source.nbytes,), (1,))
     else:
         assert isinstance(source, StridedMemory)

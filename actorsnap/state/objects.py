@@ -196,7 +196,10 @@ def _encode_pairs(value: Mapping[Any, Any], path: str, depth: int) -> list[list[
         # Avoids most calls: ``_metadata`` of a module has a dict per submodule.
         if type(key) is not str or not key.isascii():
             key = _encode(key, path, depth)
-        if type(item) is not int or not low <= item < high:
+        kind = type(item)
+        if kind is dict and depth < _MAX_DEPTH:
+            item = {"$": "dict", "v": _encode_pairs(item, path, depth + 1)}
+        elif kind is not int or not low <= item < high:
             item = _encode(item, path, depth)
         pairs.append([key, item])
     return pairs

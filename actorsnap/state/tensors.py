@@ -403,6 +403,32 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
+def host_address(tensor: torch.Tensor) -> int:
+    """Returns the address of the C-order bytes of a plain tensor in CPU memory.
+
+    Returns 0 for any other tensor: ``refusal`` and ``is_addressable`` must decide then.
+    """
+    # Called for every leaf, so it calls no function of ours.
+    if (
+        type(tensor) not in PLAIN_TYPES
+        or not tensor.is_cpu
+        or tensor.is_nested
+        or tensor.layout is not torch.strided
+        or tensor.dtype in QUANTIZED
+        or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
+    ):
+        return 0
+    try:
+        start = tensor.data_ptr()
+        end = tensor.storage_offset() * tensor.itemsize + tensor.nbytes
+        # False: the storage was resized.
+        return start if end <= tensor.untyped_storage().nbytes() else 0
+    except RuntimeError:  # a torch.func wrapper, or an emptied storage
+        return 0
+
+
 def refusal(tensor: torch.Tensor) -> str | None:
     """Returns why a tensor cannot be stored, with a remedy; else None."""
     kind = type(tensor)

@@ -410,7 +410,8 @@ def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> Stora
     if number in (errno.EACCES, errno.EPERM):
         return make(
             AccessDenied,
-            f"{reason}; check owner and mode of the folder, this process has uid {os.geteuid()}",
+            f"{reason}; check owner and mode of the file or folder: this process has uid "
+            f"{os.geteuid()}",
         )
     if number == errno.ENOSPC:
         return make(

@@ -498,15 +498,15 @@ def simulate(seed: int, has_meshes: bool = False) -> Simulation:
     return simulation
 
 
-@pytest.mark.parametrize("first", mostly_slow(range(0, 250, 25), 0))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 250, 10), 0))
 def test_all_commit_or_all_abort(first: int) -> None:
-    for seed in range(first, first + 25):
+    for seed in range(first, first + 10):
         simulate(seed)
 
 
-@pytest.mark.parametrize("first", mostly_slow(range(0, 100, 25), 0))
+@pytest.mark.parametrize("first", mostly_slow(range(0, 100, 10), 0))
 def test_all_commit_or_all_abort_with_tensors_on_several_meshes(first: int) -> None:
-    for seed in range(first, first + 25):
+    for seed in range(first, first + 10):
         simulate(seed, has_meshes=True)
 
 

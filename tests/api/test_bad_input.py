@@ -275,7 +275,7 @@ def test_a_folder_without_permission(zygote: Zygote) -> None:
         for outcome in (found["new"], found["replacing"]):
             assert outcome["error"] == "SnapshotAborted"
             assert outcome["cause"] == "AccessDenied"
-            assert "check owner and mode of the folder, this process has uid" in outcome["says"]
+            assert "check owner and mode of the file or folder: this process has" in outcome["says"]
         assert found["restored"] == 1
         assert found["hidden"] == "AccessDenied"
         assert os.listdir(folder) == ["s"]
@@ -551,8 +551,8 @@ FILES: list[tuple[Callable[[Path], object], str, str]] = [
         "foreign",
         r"a pickle file: pickle\.load reads it",
     ),
-    (lambda path: path.write_bytes(b""), "unknown", "this is a file; a snapshot is a folder"),
-    (lambda path: path.write_text("hello"), "unknown", "this is a file; a snapshot is a folder"),
+    (lambda path: path.write_bytes(b""), "unknown", "this file is empty: a save or a copy did not"),
+    (lambda path: path.write_text("hello"), "unknown", "of no format that actorsnap reads"),
 ]
 READABLE: list[tuple[Callable[[Path], object], str, str]] = [
     (

@@ -169,7 +169,7 @@ async def test_a_first_save(
     assert k > 8
 
 
-@pytest.mark.few
+@pytest.mark.few(1)
 @each_take
 @each_moment
 async def test_a_save_that_replaces_another(
@@ -198,7 +198,7 @@ async def test_a_save_that_replaces_another(
     assert k > 10
 
 
-@pytest.mark.few
+@pytest.mark.few(1)
 @each_take
 async def test_a_storage_that_is_gone_for_good(
     place: Place, save: Save, no_leaks_behind: None
@@ -290,7 +290,7 @@ async def test_a_verification(place: Place, level: str, no_leaks_behind: None) -
     assert k > 3
 
 
-@pytest.mark.few
+@pytest.mark.few(1)
 @each_moment
 async def test_a_deletion(place: Place, fail_when: str, no_leaks_behind: None) -> None:
     for k in itertools.count(1):

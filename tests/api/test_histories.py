@@ -18,7 +18,6 @@ import contextlib
 import gc
 import itertools
 import math
-import os
 import random
 import signal
 import threading
@@ -57,6 +56,7 @@ from tests.api.facades import FACADES
 from tests.api.places import assert_idle, leftovers
 from tests.api.same import assert_same
 from tests.conftest import LeakCheck
+from tests.support.shm import shared_files
 
 pytestmark = pytest.mark.blocking  # the storage looks for files on the loop
 
@@ -713,11 +713,11 @@ def _fresh(monkeypatch: pytest.MonkeyPatch, no_leaks: LeakCheck) -> Iterator[Non
     shutdown()
     no_leaks.restart()
     monkeypatch.syspath_prepend(HELD)
-    shared, others = set(os.listdir("/dev/shm")), living_children()
+    shared, others = shared_files(), living_children()
     yield
     shutdown()
     assert living_children() <= others
-    assert set(os.listdir("/dev/shm")) <= shared
+    assert shared_files() <= shared
 
 
 def living_children() -> set[psutil.Process]:

@@ -46,6 +46,7 @@ from tests.api.same import assert_same
 from tests.api.slow_storage import gated
 from tests.api.test_process import run_script
 from tests.pages import ROOT, blocks
+from tests.support.cases import mostly_slow
 
 pytestmark = pytest.mark.usefixtures("forker")
 
@@ -436,7 +437,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it compiles
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", mostly_slow(OPTIMIZERS, *OPTIMIZERS.keys() - {"compiled"}))
 def test_optimizers_of_many_kinds(kind: str) -> None:
     trainer = Trainer()
     trainer.optimizer = optimizer = OPTIMIZERS[kind](trainer.model.parameters())

@@ -44,7 +44,7 @@ def zygote() -> Iterator[Zygote]:
 @pytest.mark.parametrize(
     ("when", "writes_only", "stride"),
     [
-        ("after", True, 3),
+        ("after", True, 5),
         pytest.param("before", True, 1, marks=slow),
         pytest.param("after", True, 1, marks=slow),
         pytest.param("before", False, 1, marks=slow),
@@ -85,7 +85,7 @@ def test_killed_at_an_operation(
 @pytest.mark.parametrize(
     ("when", "writes_only", "stride"),
     [
-        ("before", True, 3),
+        ("before", True, 5),
         pytest.param("before", False, 1, marks=slow),
         pytest.param("after", False, 1, marks=slow),
     ],

@@ -85,9 +85,9 @@ async def _copy_to(url: str) -> None:
     [
         (_take, "get"),  # the look for an older snapshot
         slow(_take, "writer"),
-        slow(_take, "stat"),  # the commit
+        slow(_take, "list"),  # the commit
         (_restore, "read_into"),
-        slow(_verify, "stat"),
+        slow(_verify, "list"),
         (_copy_to, "put"),
     ],
 )

@@ -100,7 +100,7 @@ def director() -> Iterator[Director]:
 @pytest.mark.usefixtures("forker")
 @pytest.mark.parametrize(
     ("name", "case"),
-    [("ceph", "train"), ("fake_gcs", "train"), slow("moto", "train"), slow("ceph", "native")],
+    [slow("ceph", "train"), ("fake_gcs", "train"), slow("moto", "train"), slow("ceph", "native")],
 )
 def test_ranks(
     request: pytest.FixtureRequest,

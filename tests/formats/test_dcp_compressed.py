@@ -7,12 +7,14 @@ import errno
 import io
 import os
 import pickle
+import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 import torch
 import torch.distributed.checkpoint
@@ -29,7 +31,13 @@ from torch.distributed.checkpoint.metadata import (
 import actorsnap
 from actorsnap import Options, StateDict, UsageError
 from actorsnap.actors.formats import Place
-from actorsnap.errors import ChecksumMismatch, FormatError, StorageFull, UnsupportedFormat
+from actorsnap.errors import (
+    ChecksumMismatch,
+    FormatError,
+    SnapshotReplaced,
+    StorageFull,
+    UnsupportedFormat,
+)
 from actorsnap.format import compression
 from actorsnap.storage import unpacked
 from actorsnap.sync import Snapshot
@@ -79,7 +87,7 @@ class Zstd(StreamTransformExtension):
 
 
 def save(state: dict[str, Any], path: Path) -> None:
-    writer = dcp.FileSystemWriter(path, _extensions=[Zstd()])
+    writer = dcp.FileSystemWriter(path, _extensions=[Zstd()], overwrite=True)
     dcp.save(state, storage_writer=writer, no_dist=True)
 
 
@@ -231,7 +239,7 @@ DAMAGES: dict[str, tuple[Callable[[bytes], bytes], str]] = {
     ),
     "without a directory": (
         lambda stream: zstd.compress(zip_of(LARGE)[:2_400_900]),
-        "the zip directory is missing",
+        "the zip directory at its end is missing",
     ),
     "another directory": (
         lambda stream: zstd.compress(zip_of(LARGE)[::-1].replace(b"0/atad", b"1/atad", 1)[::-1]),
@@ -270,6 +278,43 @@ def test_what_is_no_tensor_is_found_when_opened(tmp_path: Path) -> None:
         change_item(tmp_path / name, "a.x", partial(_replaced, stream))
         with pytest.raises(FormatError, match=r"'a\.x' in __0_0\.distcp"):
             Snapshot(tmp_path / name).get_manifest()
+
+
+@pytest.mark.filterwarnings("ignore:Detected an existing checkpoint")
+@pytest.mark.parametrize("times", [1, 100])
+def test_a_folder_that_is_saved_again_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
+) -> None:
+    """The call begins again; it gives up if that goes on and on."""
+    numbers = iter(range(1, 1000))
+    left = times
+
+    def save_again() -> float:
+        number = float(next(numbers))
+        save({"a": {"x": torch.full((1000,), number)}}, tmp_path)
+        later = time.time_ns() + int(number) * 1000
+        for path in tmp_path.iterdir():
+            os.utime(path, ns=(later, later))
+        return number
+
+    last = save_again()
+    unpack = unpacked.UnpackedStorage._unpack
+
+    async def unpack_later(storage: unpacked.UnpackedStorage, key: str) -> unpacked._File:
+        nonlocal left, last
+        if left:
+            left -= 1
+            last = await anyio.to_thread.run_sync(save_again)
+        return await unpack(storage, key)
+
+    monkeypatch.setattr(unpacked.UnpackedStorage, "_unpack", unpack_later)
+    snapshot = Snapshot(tmp_path)
+    if times == 1:
+        assert snapshot.read_object("a/x").equal(torch.full((1000,), last))
+        assert last == 2
+        return
+    with pytest.raises(SnapshotReplaced):
+        snapshot.read_object("a/x")
 
 
 def test_a_full_temporary_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

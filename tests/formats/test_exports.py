@@ -173,6 +173,17 @@ async def test_refused_before_a_byte(tmp_path: Path, value: Any, what: str, expo
     assert older.read_bytes() != b"older"
 
 
+def test_a_folder_is_no_file(tmp_path: Path) -> None:
+    snapshot = sync.Snapshot.take(tmp_path / "s", {"model": StateDict(w=torch.ones(2))})
+    (tmp_path / "empty").mkdir()
+    urls = (f"{tmp_path}/new/", tmp_path / "empty", f"file://{tmp_path}/empty", "memory://a/b/")
+    for folder in urls:
+        for overwrite in (False, True):
+            with pytest.raises(UsageError, match=r"is a folder.*name the file.*/model\.pt"):
+                export_torch(snapshot, folder, overwrite=overwrite)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty", "s"]
+
+
 @pytest.mark.parametrize("export", [export_torch, export_dcp])
 def test_damage_is_found(tmp_path: Path, export: Any) -> None:
     snapshot = sync.Snapshot.take(tmp_path / "s", {"model": StateDict(w=torch.randn(1 << 19))})

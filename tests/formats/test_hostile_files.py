@@ -149,7 +149,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         old_file(tmp_path / "refused.pt", {"x": Unknown()}): "Unknown",
         old_file(tmp_path / "long.pt", {"x": torch.ones(2)}): "too long",
         tmp_path / "repo": "which no index has",
-        with_wide_value(tmp_path / "value"): "directory is missing",
+        with_wide_value(tmp_path / "value"): "directory at its end is missing",
         # LONG_BINPUT, BYTEARRAY8: sizes that nothing follows.
         metadata_of(tmp_path / "memo", b"\x80\x02]r\xff\xff\xff\x7f."): "a list in place of",
         metadata_of(tmp_path / "array", b"\x80\x05\x96" + bytes(4) + b"\1\0\0\0."): "damaged",
@@ -159,21 +159,144 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         assert re.search(text, line), (path.name, line)
 
 
-DEEP = 500_000
+DEEP = 100_000
 
 
 def test_deep_keys_do_not_end_the_process(tmp_path: Path) -> None:
     pickled = b"\x80\x02})" + b"\x85" * DEEP + b"Ns."
     said = read_in_child(tmp_path, metadata_of(tmp_path / "deep", pickled))
-    assert "tuple of tuples" in said[0]
+    assert "tuples in tuples" in said[0]
+
+
+def named(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def word(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+def with_value(path: Path, value: bytes) -> Path:
+    """Writes a file of ``torch.save`` whose only value has this pickle."""
+    pickled = b"\x80\x02}" + word("model") + b"}" + word("w") + value + b"ss."
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("x/data.pkl", pickled)
+        file.writestr("x/data/0", bytes(4))
+    return path
+
+
+TUPLES = b")" + b"\x85" * DEEP
+LISTS = b"]" * 5000 + b"a" * 4999
+SHARED = b")" + b"\x86".join([b"q%ch%c" % (n, n) for n in range(60)]) + b"\x86"
+"""2**60 tuples."""
+
+SET, ORDERED = named("builtins", "set"), named("collections", "OrderedDict")
+ENCODE, BYTES = named("_codecs", "encode"), named("builtins", "bytearray")
+TEXT = word("x" * 500_000) + word("latin1") + b"\x86"
+TWICE = b"h\x01h\x02" + word("hex") + b"\x86Rq\x02"
+STORAGE = b"(" + word("storage") + named("torch", "FloatStorage") + b"%bNK\x01tQ"
+TENSOR = named("torch._utils", "_rebuild_tensor_v2") + b"q\x01" + STORAGE % word("0") + b"q\x02"
+DTYPE = named("numpy", "dtype")
+ARRAY = named("numpy.core.multiarray", "_reconstruct") + named("numpy", "ndarray") + b"K\0\x85"
+ARRAY += word("b") + b"\x87R(K\x01(%bt" + DTYPE + word("f4") + b"\x85R\x89"
+ARRAY += named("builtins", "bytes") + b")Rtb"
+NUMBERS = b"](%be" % b"".join([b"J" + struct.pack("<i", n) for n in range(20_000)])
+OF_ONE_HASH = [b"\x8a\x0e" + (n * (2**61 - 1)).to_bytes(14, "little") for n in range(1, 30_000)]
+
+MORE, NOT_HASHED = "would take far more memory or time", "tuples in tuples"
+
+HOSTILE: dict[str, tuple[bytes, str]] = {
+    "tuples as a key": (b"}" + TUPLES + b"Ns", NOT_HASHED),
+    "tuples as keys": (b"}(" + TUPLES + b"Nu", NOT_HASHED),
+    "tuples in a set": (SET + b"]" + TUPLES + b"a\x85R", NOT_HASHED),
+    "tuples in pairs": (ORDERED + b"]" + TUPLES + b"N\x86a\x85R", NOT_HASHED),
+    "tuples to count": (named("collections", "Counter") + b"((" + TUPLES + b"ttR", NOT_HASHED),
+    "tuples in a state": (ORDERED + b")R]" + TUPLES + b"N\x86ab", "a list in place of items"),
+    "tuples as a layout": (
+        named("torch.serialization", "_get_layout") + TUPLES + b"\x85R",
+        "no layout",
+    ),
+    "tuples as a dtype": (DTYPE + TUPLES + b"\x85R", "dtype of a tuple"),
+    "shared tuples as a key": (b"}" + SHARED + b"Ns", MORE),
+    "shared tuples in a set": (SET + b"]" + SHARED + b"a\x85R", MORE),
+    "shared tuples as a value": (SHARED, "bytes of pickle stand for"),
+    "shared tuples as metadata": (
+        ORDERED + b")R}" + word("_metadata") + SHARED + b"sb",
+        "bytes of pickle stand for",
+    ),
+    "shared tuples are called": (SHARED + b")R", "it calls a tuple"),
+    "shared tuples are made": (SHARED + b")\x81", "it calls a tuple"),
+    "shared tuples as a storage": (STORAGE % SHARED, "to no storage of torch"),
+    "tuples as a value": (b")" + b"\x85" * 5000, "nest deeper than 900"),
+    "lists as a value": (LISTS, "nest deeper than 900"),
+    "lists in a leaf": (b"}K\x01K\x02\x86" + LISTS + b"s", "nests too deep"),
+    "a list in itself": (ORDERED + b")R}" + word("_metadata") + b"]q\x01h\x01asb", "itself"),
+    "tensors as hooks": (
+        b"]("
+        + (TENSOR + b"h\x01(h\x02K\0))\x89NtRq\x03e")
+        + b"h\x01(h\x02K\0))\x89h\x03tRq\x03a" * 5000,
+        "'model/w/0' is a function",
+    ),
+    "twice the bytes, 40 times": (
+        b"]("
+        + ENCODE
+        + b"q\x01"
+        + TEXT
+        + b"Rq\x02"
+        + b"h\x01h\x02X\3\0\0\0hex\x86Rq\x02" * 40
+        + b"e",
+        "encodes something else",
+    ),
+    "bytes again and again": (
+        b"](" + BYTES + b"q\x01" + ENCODE + TEXT + b"R\x85q\x02" + b"h\x01h\x02R" * 3000 + b"e",
+        MORE,
+    ),
+    "a set again and again": (
+        b"](" + SET + b"q\x01" + NUMBERS + b"\x85q\x02" + b"h\x01h\x02R" * 3000 + b"e",
+        MORE,
+    ),
+    "a long bytearray": (BYTES + b"J\0\0\0\x7f\x85R", "encodes something"),
+    "a long tensor": (named("torch", "FloatTensor") + b"J\0\0\0\x7f\x85R", "torch.FloatTensor"),
+    "numbers of one hash": (b"}(" + b"N".join(OF_ONE_HASH) + b"Nu", "numbers of more than 64 bits"),
+    "dims without an end": (ARRAY % ((b"\x8a\xff" + b"\x7f" * 255) * 20_000), "fit its shape"),
+}
+
+
+def test_no_pickle_ends_the_process(tmp_path: Path) -> None:
+    """Nor hangs, nor takes more memory than a small multiple of the file."""
+    files = {with_value(tmp_path / name, value): text for name, (value, text) in HOSTILE.items()}
+    items = {
+        "dcp": (b"}" + TUPLES + b"Ns", NOT_HASHED),
+        "io of dcp": (named("_io", "BytesIO") + TUPLES + b"\x85R", "1 entries"),
+    }
+    for name, (value, text) in items.items():
+        item = with_value(tmp_path / "item", value).read_bytes()
+        found = Metadata({"v": BytesStorageMetadata()})
+        found.storage_data = {MetadataIndex("v"): _StorageInfo("a.distcp", 0, len(item))}
+        (metadata_of(tmp_path / name, pickle.dumps(found)) / "a.distcp").write_bytes(item)
+        files[tmp_path / name] = text
+    shutil.copytree(DATA / "slabs", tmp_path / "torchsnapshot")
+    with_value(tmp_path / "torchsnapshot/0/values/complex", b"}" + TUPLES + b"Ns")
+    files[tmp_path / "torchsnapshot"] = NOT_HASHED
+    aliases = "world_size: 1\nmanifest:\n  0/a: &r\n    type: list\n  0/b: *r\n"
+    for number, text in enumerate(["x: " + "[" * DEEP, "- " * DEEP, aliases]):
+        folder = tmp_path / f"yaml {number}"
+        folder.mkdir()
+        (folder / ".snapshot_metadata").write_text(text)
+        files[folder] = "it has aliases, or nests deeper|install PyYAML"
+    said = read_in_child(tmp_path, *files)
+    assert len(said) == len(files)
+    for line, (path, text) in zip(said, files.items(), strict=True):
+        assert re.search(text, line), (path.name, line)
 
 
 @pytest.mark.parametrize(
     "pickled",
     [
-        b"\x80\x02}()\x85\x85K\x01u.",  # SETITEMS
-        b"\x80\x04\x8f()\x85\x85\x90.",  # ADDITEMS
-        b"\x80\x04()\x85\x85\x91.",  # FROZENSET
+        b"\x80\x02})" + b"\x85" * 40 + b"K\x01s.",  # SETITEM
+        b"\x80\x02}()" + b"\x85" * 40 + b"K\x01u.",  # SETITEMS
+        b"\x80\x04\x8f()" + b"\x85" * 40 + b"\x90.",  # ADDITEMS
+        b"\x80\x04()" + b"\x85" * 40 + b"\x91.",  # FROZENSET
         b"\x80\x02(K\x01K\x02d.",  # DICT
         b"\x80\x02\x82\x01.",  # EXT1
         b"\x80\x02ctorch\nSize\n(" + b"K\x01" * 65 + b"t\x85R.",

@@ -188,7 +188,8 @@ async def test_what_other_calls_say(tmp_path: Path) -> None:
     assert path.exists()
     for level in ("quick", "full"):
         report = await Snapshot(path).verify(level)
-        assert (report.ok, report.has_checksums, report.nbytes) == (True, False, 0)
+        assert (report.ok, report.has_checksums) == (True, False)
+        assert report.nbytes == (12 if level == "full" else 0)
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(FormatError, match="truncated"):
         await Snapshot(path).verify()

@@ -32,6 +32,7 @@ def test_verify(file: Path, full: tuple[str, ...]) -> None:
     ended = run("verify", *full, file)
     assert ended.code == 0
     assert "no checksums: there is nothing to compare with" in ended.out
+    assert ("all 24 B of data were read" if full else "no data was read") in ended.out
     assert '"has_checksums": false' in run("verify", *full, "--json", file).out
 
 

@@ -62,6 +62,44 @@ def failures() -> None:
     assert Snapshot(step).read_object("1/state/weights").unique().tolist() == [1]
 
 
+def _recounts(config: dict[str, Any]) -> None:
+    """On each worker: begins, after a failure, with the step that it restored."""
+    from actorsnap.interop.ray import ActorsnapReporter
+
+    reporter = ActorsnapReporter(replicated=["**"])
+    state = StateDict(weights=torch.zeros(8))
+    restored = reporter.restore({"state": state})
+    for step in range(restored or 1, 7):
+        state["weights"] += 1
+        reporter.report({"step": step}, {"state": state}, step=step)
+        if step == 3 and restored is None:
+            ray.train.get_all_reported_checkpoints()
+            raise RuntimeError("as any function of a user may")
+
+
+def again() -> None:
+    """A step that is reported twice has two checkpoints, which Ray deletes one by one."""
+    folder = os.getcwd()
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    trainer = TorchTrainer(
+        _recounts,
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ray.train.ScalingConfig(num_workers=2),
+        run_config=ray.train.RunConfig(
+            name="run",
+            storage_path=folder,
+            failure_config=ray.train.FailureConfig(max_failures=1),
+            checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+        ),
+    )
+    latest = trainer.fit().checkpoint
+    ray.shutdown()
+    kept = sorted(path.name for path in Path("run").iterdir() if path.is_dir())
+    assert kept == ["step-00000005", "step-00000006"], kept
+    assert latest is not None
+    assert Snapshot(latest.path).read_object("state/weights").unique().tolist() == [7]
+
+
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
     print(f"{sys.argv[1]}: done", flush=True)

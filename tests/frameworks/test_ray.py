@@ -32,7 +32,7 @@ def test_the_example(tmp_path: Path) -> None:
     assert lines[-1] == "straight and killed are equal, bit for bit"
 
 
-@pytest.mark.parametrize("name", ["failures"])
+@pytest.mark.parametrize("name", ["failures", "again"])
 def test_a_program(tmp_path: Path, name: str) -> None:
     output = run("tests/frameworks/ray_runs.py", name, cwd=tmp_path)
     assert f"{name}: done" in output.splitlines()

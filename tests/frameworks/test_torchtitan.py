@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import os
+import resource
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -206,8 +209,76 @@ def test_retention_keeps_whole_snapshots_and_foreign_folders(
         "step-4",
     ]
     assert "step-3 is damaged" in logged()
-    assert "not looked at" not in logged()
+    assert "is not deleted" not in logged()
     assert (folder / "step-0" / "notes.txt").exists()
+
+
+def test_folders_of_the_user_stay_and_do_not_count(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint"
+    run = Run(tmp_path, keep_latest_k=2)
+    run.train(2)
+    shutil.copytree(folder / "step-1", folder / "step-1-best")
+    shutil.copytree(folder / "step-2", folder / "step-20.bak")
+    run.train(3)
+    run.manager.close()
+    kept = {path.name for path in folder.iterdir()}
+    assert kept == {"step-1-best", "step-20.bak", "step-4", "step-5"}
+    other = Run(tmp_path)
+    assert other.manager.load()
+    assert other.progress.step == 5
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_the_newest_of_a_run_that_ended_stay(tmp_path: Path, mode: str) -> None:
+    folder = tmp_path / "checkpoint"
+    run = Run(tmp_path, keep_latest_k=2, async_mode=mode)
+    run.train(4, last=4)
+    run.manager.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4"]
+    run = Run(tmp_path, load_only=True, keep_latest_k=2)
+    shutil.copytree(folder / "step-4", folder / "step-9")
+    run.manager.load(step=3)
+    run.manager.close()
+    assert len([*folder.iterdir()]) == 3
+
+
+@pytest.mark.parametrize("has_manifest", [False, True])
+def test_what_a_killed_job_left_goes_with_older_steps(tmp_path: Path, has_manifest: bool) -> None:
+    folder = tmp_path / "checkpoint"
+    code = f"""
+from actorsnap import StateDict
+from actorsnap.sync import Snapshot
+Snapshot.take({str(folder / "step-1")!r}, {{"state": StateDict(x=1)}})
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+    (folder / "step-1" / "actorsnap.json").unlink()
+    if not has_manifest:
+        (manifest,) = folder.rglob("manifest/0.json")
+        manifest.unlink()
+        (manifest.parents[1] / "data").mkdir()
+        (manifest.parents[1] / "data" / "0-0.safetensors").write_bytes(b"some")
+    run = Run(tmp_path, keep_latest_k=2)
+    run.progress.step = 1
+    run.train(3)
+    run.manager.close()
+    assert sorted(path.name for path in folder.iterdir()) == ["step-3", "step-4"]
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_after_a_rewind_the_newest_by_time_stay(tmp_path: Path, mode: str) -> None:
+    folder = tmp_path / "checkpoint"
+    Run(tmp_path).train(6)
+    run = Run(tmp_path, keep_latest_k=2, async_mode=mode)
+    run.manager.load(step=1)
+    for step in (2, 3):  # in place of older ones
+        run.train(1)
+        run.manager.maybe_wait_for_saving()
+        run.manager._wait_for_purge()
+        assert Snapshot(folder / f"step-{step}").verify("full").ok
+    run.manager.close()
+    kept = {path.name for path in folder.iterdir()}
+    assert kept == {"step-2", "step-3", "step-5", "step-6"}
+    run.manager.save(4)  # as torchtitan's manager does, also after close()
 
 
 def test_a_run_continues_from_torchtitans_own_checkpoints(
@@ -292,6 +363,29 @@ def test_a_failed_save_is_raised_by_the_next_and_logged_by_close(
     run.manager.close()
     assert "the last save failed" in logged()
     assert Snapshot(folder / "step-1").verify("full").ok
+
+
+@pytest.mark.parametrize("mode", ["async", "async_with_pinned_mem"])
+def test_a_run_goes_on_after_a_failed_save(tmp_path: Path, mode: str) -> None:
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    run = Run(tmp_path, async_mode=mode)
+    run.train(1)
+    run.manager.maybe_wait_for_saving()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+    try:
+        run.train(1)
+        concurrent.futures.wait([run.manager.save_future])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    run.manager.maybe_wait_for_staging()
+    with pytest.raises(CheckpointException, match="File too large"):
+        run.manager.save(3)
+    run.train(2)
+    run.manager.close()
+    names = [f"step-{step}" for step in (1, 3, 4)]
+    assert all(Snapshot(tmp_path / "checkpoint" / name).verify("full").ok for name in names)
 
 
 def test_torchft_saves_the_loader_of_every_replica(tmp_path: Path) -> None:

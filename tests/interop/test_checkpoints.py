@@ -65,6 +65,30 @@ def test_what_a_framework_saves_comes_back(tmp_path: Path) -> None:
     assert Snapshot(tmp_path / "a.ckpt").verify("full").ok
 
 
+def test_the_latest_has_all_its_bytes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    saves = Checkpoints()
+    for value in (1, 2, 3):
+        saves.save(tmp_path / f"{value}.ckpt", checkpoint(value))
+    saves.wait()
+    (data,) = (tmp_path / "3.ckpt").rglob("*.safetensors")
+    data.write_bytes(data.read_bytes()[:-1])
+    (data,) = (tmp_path / "2.ckpt").rglob("*.safetensors")
+    data.unlink()
+    assert latest(tmp_path) == str(tmp_path / "1.ckpt")
+    assert "3.ckpt is passed over, it is damaged" in caplog.text
+    assert "2.ckpt is passed over, it is damaged" in caplog.text
+
+
+def test_a_removed_checkpoint_does_not_come_back(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    saves = Checkpoints()
+    saves.save(path, checkpoint(1))
+    saves.wait()
+    torch.save(checkpoint(0), f"{path}{REPLACED}")  # as left by a job killed after the commit
+    Checkpoints().remove(path)
+    assert not [*tmp_path.iterdir()]
+
+
 def test_a_save_waits_for_the_one_before(tmp_path: Path) -> None:
     urls = [faulty_url(tmp_path / name) for name in ("1.ckpt", "2.ckpt")]
     saves = Checkpoints()

@@ -70,7 +70,7 @@ def test_training_state_round_trips_and_reshards(
 @pytest.mark.parametrize(
     ("kind", "others"),
     [
-        ("fsdp2", 3),
+        slow("fsdp2", 3),
         slow("fsdp2", 1),
         slow("fsdp2", 2),
         ("hsdp", 2),

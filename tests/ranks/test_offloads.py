@@ -107,6 +107,7 @@ def test_processes_save_what_threads_save_of_four_ranks(director: Director, tmp_
     kinds(director, tmp_path, 4, "hsdp", "tied", "experts", "fsdp2_and_tp", "tensor_parallel")
 
 
+@pytest.mark.slow
 def test_saves_of_all_ways_in_any_order(director: Director, tmp_path: Path) -> None:
     said = director.play("direct_mixture", num_ranks=2, path=str(tmp_path))
     assert [rank["restored"] for rank in said] == [0.0, 0.0]

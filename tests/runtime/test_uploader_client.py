@@ -48,6 +48,7 @@ from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.conftest import LeakCheck
 from tests.support import forker
 from tests.support.cases import mostly_slow, slow
+from tests.support.shm import shared_files
 
 ROOT = Path(__file__).parents[2]
 HELD = ROOT / "tests" / "held"
@@ -851,11 +852,6 @@ def trainer(body: str, *arguments: object) -> subprocess.Popen[str]:
     """
     script = ["-c", textwrap.dedent(head) + textwrap.dedent(body), *map(str, arguments)]
     return subprocess.Popen(forker.command(*script), cwd=ROOT, stdout=subprocess.PIPE, text=True)
-
-
-def shared_files() -> set[str]:
-    """Not folders, where benchmarks beside this test save to."""
-    return {entry.name for entry in os.scandir("/dev/shm") if entry.is_file()}
 
 
 def test_a_trainer_that_is_killed_leaves_no_process_and_no_memory(

@@ -138,6 +138,14 @@ def test_a_buffer_that_is_a_view_of_a_parameter_is_eager() -> None:
     assert Found({"module": module}).lazy == {"module/bias"}
 
 
+def test_a_buffer_with_gaps_reaches_to_its_last_element() -> None:
+    whole = torch.arange(16.0).view(4, 4)
+    module = torch.nn.Linear(4, 4)
+    module.register_parameter("row", torch.nn.Parameter(whole[2]))
+    module.register_buffer("column", whole[:, 0], persistent=False)
+    assert Found({"module": module}).lazy == {"module/weight", "module/bias"}
+
+
 def test_model_state() -> None:
     model = torch.nn.Linear(4, 4)
     optimizer = trained(model)
@@ -158,6 +166,19 @@ def test_the_order_is_that_of_parameter_groups() -> None:
         "o/state/0/momentum_buffer",
         "m/weight",
         "o/state/1/momentum_buffer",
+    ]
+
+
+def test_an_optimizer_of_other_tensors_in_the_same_memory() -> None:
+    model, own = flat_model(), torch.nn.Linear(2, 2)
+    found = Found({"model": model[0], "own": own})
+    flat = [*model[0].parameters()][0].detach()
+    others = [own.bias, torch.nn.Parameter(flat[55:65]), torch.nn.Parameter(flat[:1]), own.weight]
+    assert found.touched_by(torch.optim.SGD(others, lr=0.1)) == [
+        "own/bias",
+        "model/weight",
+        "model/bias",
+        "own/weight",
     ]
 
 
@@ -308,3 +329,7 @@ def test_states_nested_in_lists() -> None:
     extra = [torch.ones(1), torch.ones(2)]
     optimizer.state[parameter] = {"old": [extra[0]], "deep": {"x": (extra[1],)}}
     assert [id(t) for t in tensors_of(optimizer)] == [id(t) for t in (parameter, *extra)]
+    other = torch.ones(3)
+    optimizer.state["of all"] = other  # type: ignore[index]
+    expected = [id(t) for t in (parameter, *extra, other)]
+    assert [id(t) for t in tensors_of(optimizer)] == expected

@@ -124,10 +124,16 @@ def test_malformed_inline_values_are_format_errors(encoded: Any) -> None:
 
 def test_deep_inline_values_are_refused_both_ways() -> None:
     value: Any = 1
+    nested: Any = 1
     for _ in range(3000):
-        value = [value]
-    with pytest.raises(UsageError, match="'k/p' nests too deep"):
-        encode_inline(value, "k/p")
+        value, nested = [value], {"a": nested}
+    for each in (value, nested):
+        with pytest.raises(UsageError, match="'k/p' nests too deep"):
+            encode_inline(each, "k/p")
+    deepest: Any = 1
+    for _ in range(100):
+        deepest = {"a": deepest}
+    assert decode_inline(encode_inline(deepest, "k/p"), "k/p") == deepest
     with pytest.raises(FormatError, match="nests too deep"):
         decode_inline(value, "k/p")
 

@@ -25,6 +25,7 @@ from actorsnap.state.tensors import (
     StridedMemory,
     as_bytes,
     empty_tensor,
+    host_address,
 )
 from tests.state.stored import round_trip, store
 
@@ -482,3 +483,29 @@ def test_tensors_without_plain_bytes_are_refused_with_a_remedy() -> None:
     }.items():
         (line,) = (line for line in lines if line.startswith(f"  's/{name}' "))
         assert remedy in line
+
+
+def test_no_address_is_taken_of_a_tensor_without_bytes_in_order() -> None:
+    without = (
+        torch._to_functional_tensor(torch.ones(3)),
+        torch._efficientzerotensor(3),
+        torch.ones(2, device="meta"),
+        torch.eye(3).to_sparse(),
+        torch.ones(4, dtype=torch.int8).view(torch.qint8),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.ones(3)),
+        torch.ones(3, 4).T,
+        torch.ones(0),
+    )
+    assert [host_address(tensor) for tensor in without] == [0] * len(without)
+    seen: list[int] = []
+
+    def look(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(host_address(tensor))
+        return tensor.sum()
+
+    torch.vmap(look)(torch.ones(2, 3))
+    torch.func.grad(look)(torch.ones(3))
+    assert seen == [0, 0]
+    view = torch.arange(6.0)[2:4]
+    assert host_address(view) == view.data_ptr()

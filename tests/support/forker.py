@@ -33,7 +33,7 @@ _address = ""
 
 
 def start() -> subprocess.Popen[bytes]:
-    """Starts the server; it ends with its standard input."""
+    """Starts the server; it ends with its standard input, or when it is terminated."""
     import subprocess
 
     global _address

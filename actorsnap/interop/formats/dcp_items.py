@@ -52,6 +52,9 @@ _HEADER_BYTES = 128 << 10
 """Read first of a safetensors file: holds most headers."""
 
 _Range: TypeAlias = tuple[int, int]
+_Piece: TypeAlias = tuple[int, bytes]
+"""Bytes of a file, and the place of the first one."""
+
 _ZSTD = "stream.zstd/1"
 _MAX_UNPACKED_BYTES = 1 << 28
 """Of all compressed values of a folder, together."""
@@ -138,21 +141,13 @@ async def locate_items(place: Place, items: Mapping[StoredItem, str], key: str) 
         FormatError: A file is missing or too short, or has something else. Names file and item.
         UsageError: A transformation is unknown.
     """
-    ordered = sorted(items, key=lambda item: (item.file, item.start))
-    for item in ordered:
-        info = await place.need(item.file, f"{key} names")
-        if item.stop > info.size:
-            detail = f"truncated: it has {info.size} bytes, and {items[item]!r:.200} ends at "
-            raise FormatError(key=item.file, detail=f"{detail}{item.stop}")
-        _check_transforms(item, items[item])
-        is_packed_value = item.transforms and item.box is None
-        if is_packed_value and item.stop - item.start > _MAX_UNPACKED_BYTES:
-            detail = f"{items[item]!r:.200} is a compressed value of {item.stop - item.start} bytes"
-            raise FormatError(key=item.file, detail=detail)
+    for file in sorted({item.file for item in items}):
+        await place.need(file, f"{key} names")
+    ordered = await place.run_blocking(_ordered, place, items)
     located = Located({}, {})
     others: dict[str, int] = {}
     for batch in _batches(ordered):
-        pending = [_Parsing(item, items[item], located) for item in batch]
+        pending = [_Parsing(item, fqn, located) for item, fqn in batch]
         pieces = _Pieces()
         while pending:
             wanted: dict[str, list[_Range]] = {}
@@ -163,6 +158,23 @@ async def locate_items(place: Place, items: Mapping[StoredItem, str], key: str) 
     for file, start in others.items():
         located.tensors[file] = await _read_safetensors(place, file, start)
     return located
+
+
+def _ordered(place: Place, items: Mapping[StoredItem, str]) -> list[tuple[StoredItem, str]]:
+    """Returns items and their fqns by file and place. Raises as ``locate_items``."""
+    ordered = sorted(items.items(), key=lambda pair: (pair[0].file, pair[0].start))
+    for item, fqn in ordered:
+        size = place.used[item.file].size
+        if item.stop > size:
+            detail = f"truncated: it has {size} bytes, and {fqn!r:.200} ends at {item.stop}"
+            raise FormatError(key=item.file, detail=detail)
+        if not item.transforms:
+            continue
+        _check_transforms(item, fqn)
+        if item.box is None and item.stop - item.start > _MAX_UNPACKED_BYTES:
+            detail = f"{fqn!r:.200} is a compressed value of {item.stop - item.start} bytes"
+            raise FormatError(key=item.file, detail=detail)
+    return ordered
 
 
 def _check_transforms(item: StoredItem, fqn: str) -> None:
@@ -224,7 +236,7 @@ def _parse_packed_value(data: bytes, name: str) -> Reading[Content]:
 class _Parsing:
     """An item that is parsed. ``wanted``: ranges of its file to read first, then next."""
 
-    __slots__ = ("_asked", "_reading", "fqn", "item", "wanted")
+    __slots__ = ("_asked", "_piece", "_reading", "fqn", "item", "wanted")
 
     def __init__(self, item: StoredItem, fqn: str, located: Located) -> None:
         self.item = item
@@ -232,6 +244,7 @@ class _Parsing:
         self.wanted = _first_reads(item)
         self._reading = _parse(item, fqn, located)
         self._asked = (0, 0)
+        self._piece: _Piece = 0, b""
 
     def advance(self, pieces: _Pieces) -> Content | None:
         """Returns what was found.
@@ -239,15 +252,17 @@ class _Parsing:
         Raises:
             _Unread: ``wanted`` must be read first.
         """
-        begin = self.item.start
+        begin, at, piece = self.item.start, *self._piece
+        answer = self._reading.send
         try:
             if self._asked == (0, 0):
                 self._asked = next(self._reading)
             while True:
-                start, stop = self._asked
-                self.wanted = [(begin + start, begin + stop)]
-                data = pieces.find(self.item.file, begin + start, begin + stop)
-                self._asked = self._reading.send(data)
+                start, stop = self._asked[0] + begin, self._asked[1] + begin
+                if not at <= start <= stop <= at + len(piece):  # most are where the last one was
+                    self.wanted = [(start, stop)]
+                    at, piece = self._piece = pieces.find(self.item.file, start, stop)
+                self._asked = answer(piece[start - at : stop - at])
         except StopIteration as stop_iteration:
             found: Content | None = stop_iteration.value
             return found
@@ -267,10 +282,12 @@ def _first_reads(item: StoredItem) -> list[_Range]:
     return [(start, start + _END_BYTES), (stop - _END_BYTES, stop)]
 
 
-def _batches(items: Sequence[StoredItem]) -> Iterator[Sequence[StoredItem]]:
+def _batches(
+    items: Sequence[tuple[StoredItem, str]],
+) -> Iterator[Sequence[tuple[StoredItem, str]]]:
     """Yields parts of the items of which about ``_BATCH_BYTES`` are read."""
     first = nbytes = 0
-    for number, item in enumerate(items):
+    for number, (item, _) in enumerate(items):
         nbytes += sum([stop - start for start, stop in _first_reads(item)])
         if nbytes >= _BATCH_BYTES:
             yield items[first : number + 1]
@@ -285,13 +302,13 @@ class _Pieces:
     def __init__(self) -> None:
         self._rounds: list[dict[str, tuple[list[int], list[bytes]]]] = []
 
-    def find(self, file: str, start: int, stop: int) -> bytes:
-        """Raises ``_Unread`` if they were not read in one round."""
+    def find(self, file: str, start: int, stop: int) -> _Piece:
+        """Returns a piece with these bytes. Raises ``_Unread`` if no round has read them all."""
         for each in self._rounds:
             starts, pieces = each.get(file, ([], []))
             at = bisect_right(starts, start) - 1
             if at >= 0 and stop <= starts[at] + len(pieces[at]):
-                return pieces[at][start - starts[at] : stop - starts[at]]
+                return starts[at], pieces[at]
         raise _Unread
 
     async def read(self, place: Place, wanted: Mapping[str, list[_Range]]) -> None:

@@ -1,20 +1,17 @@
-"""Reads numbers and arrays of numpy in a pickle, without numpy's unpickling.
+"""Stands in for what numpy's pickles of numbers and arrays call.
 
-torch's weights-only unpickler refuses what rebuilds them. Here the same unpickler gets stand-ins,
-which check what they are given: dtypes of numbers only, and as many bytes as they need. It runs
-with a namespace of its own, so that ``torch.load`` elsewhere in the process accepts no more than
-before.
+The stand-ins check what they are given: dtypes of numbers only, and as many bytes as they need.
 """
 
 from __future__ import annotations
 
 import pickle
 from math import prod
-from types import FunctionType
 from typing import Any, Final
 
 import numpy as np
-from torch import _weights_only_unpickler
+
+from actorsnap.interop.formats.checked_pickles import Refusal
 
 _NUMBERS: Final = frozenset(
     {
@@ -23,6 +20,9 @@ _NUMBERS: Final = frozenset(
     }
 )
 
+_MAX_DIMS = 64
+"""numpy's own limit."""
+
 
 class _Dtype:
     """Stands for ``numpy.dtype``."""
@@ -30,8 +30,9 @@ class _Dtype:
     held: np.dtype[Any]
 
     def __new__(cls, name: Any, align: Any = False, copy: Any = False) -> _Dtype:
-        if name not in _NUMBERS:
-            raise pickle.UnpicklingError(f"The numpy dtype {name!r:.80} is not one of numbers.")
+        if type(name) is not str or name not in _NUMBERS:
+            shown = repr(name[:80]) if isinstance(name, str) else f"of a {type(name).__name__}"
+            raise Refusal(f"an array or number of numpy has the dtype {shown}, which is no number")
         dtype = super().__new__(cls)
         dtype.held = np.dtype(name)
         return dtype
@@ -39,7 +40,7 @@ class _Dtype:
     def __setstate__(self, state: Any) -> None:
         _, order, *rest = state
         if order not in ("<", ">", "|", "=") or any(rest[:3]):
-            raise pickle.UnpicklingError("A numpy dtype is not one of numbers.")
+            raise Refusal("an array or number of numpy has a dtype of several fields, or objects")
         if order in ("<", ">"):
             self.held = self.held.newbyteorder(order)
 
@@ -48,33 +49,41 @@ class _Array(np.ndarray[Any, Any]):
     """Stands for ``numpy.ndarray``."""
 
     def __new__(cls, *args: Any) -> _Array:
-        raise pickle.UnpicklingError("An array of numpy is not built as numpy does it.")
+        raise pickle.UnpicklingError("it makes an array of numpy in another way than numpy")
 
     def __setstate__(self, state: Any) -> None:
         _, shape, dtype, is_fortran, data = state
-        held = dtype.held
+        held = _held(dtype)
         if (
             type(data) is not bytes
+            or type(shape) is not tuple
+            or len(shape) > _MAX_DIMS
             or any([type(size) is not int or size < 0 for size in shape])
             or prod(shape) * held.itemsize != len(data)
         ):
-            raise pickle.UnpicklingError("The bytes of a numpy array do not fit its shape.")
+            raise pickle.UnpicklingError("the bytes of an array of numpy do not fit its shape")
         checked: Any = (1, tuple(shape), held, bool(is_fortran), data)
         super().__setstate__(checked)
 
 
 def _reconstruct(kind: Any, shape: Any, code: Any) -> _Array:
     if kind is not _Array:
-        raise pickle.UnpicklingError(f"{kind!r:.80} is no array of numpy.")
+        raise pickle.UnpicklingError("it makes an array of numpy of another class")
     return np.empty(0, np.uint8).view(_Array)
 
 
 def _scalar(dtype: _Dtype, data: Any) -> np.generic:
-    held = dtype.held
+    held = _held(dtype)
     if type(data) is not bytes or len(data) != held.itemsize:
-        raise pickle.UnpicklingError("The bytes of a numpy number do not fit its dtype.")
+        raise pickle.UnpicklingError("the bytes of a number of numpy do not fit its dtype")
     number: np.generic = np.frombuffer(data, held).astype(held.newbyteorder("="))[0]
     return number
+
+
+def _held(dtype: object) -> np.dtype[Any]:
+    if not isinstance(dtype, _Dtype):
+        raise pickle.UnpicklingError("a number or array of numpy has no dtype")
+    return dtype.held
 
 
 def _empty_bytes() -> bytes:
@@ -82,7 +91,7 @@ def _empty_bytes() -> bytes:
     return b""
 
 
-_STAND_INS: Final[dict[str, Any]] = {
+STAND_INS: Final[dict[str, Any]] = {
     "builtins.bytes": _empty_bytes,
     "numpy.dtype": _Dtype,
     "numpy.ndarray": _Array,
@@ -94,19 +103,8 @@ _STAND_INS: Final[dict[str, Any]] = {
 }
 
 
-def _allowed() -> dict[str, Any]:
-    """Returns the stand-ins, and what the program itself allowed."""
-    return {**_STAND_INS, **_weights_only_unpickler._get_user_allowed_globals()}
-
-
-class InertUnpickler(_weights_only_unpickler.Unpickler):
-    """torch's weights-only unpickler, which also reads numbers and arrays of numpy."""
-
-    load = FunctionType(
-        _weights_only_unpickler.Unpickler.load.__code__,
-        {**vars(_weights_only_unpickler), "_get_user_allowed_globals": _allowed},
-        "load",
-    )
+STATEFUL: Final = (_Dtype, _Array)
+"""Classes whose ``__setstate__`` a pickle may call."""
 
 
 def real(value: object) -> object:

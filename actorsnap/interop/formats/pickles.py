@@ -1,9 +1,8 @@
 """Unpickles a saved state without its data, and describes it: of ``torch.save``, and what uses it.
 
-Tensors are on the meta device: no byte of data is read or allocated. The pickle is read by torch's
-weights-only unpickler, which calls nothing but what rebuilds tensors, plain values and (by
-``numpy_pickles``) numbers of numpy. Anything else is refused by name, unless the caller allows
-pickles.
+Tensors are on the meta device: no byte of data is read or allocated. ``torch_pickles`` reads the
+pickle and calls nothing but what rebuilds tensors, plain values and numbers of numpy. Anything else
+is refused by name, unless the caller allows pickles.
 """
 
 from __future__ import annotations
@@ -18,11 +17,13 @@ from typing import Any
 import msgspec
 import torch
 
-from actorsnap.errors import FormatError, UsageError, text_of
+from actorsnap.errors import FormatError, UsageError, describe, text_of
 from actorsnap.format.geometry import extent_bytes
 from actorsnap.format.manifest import CompositeEntry, Entry, Stored, TensorEntry, ViewEntry
+from actorsnap.interop.formats.checked_pickles import Refusal
 from actorsnap.interop.formats.describing import DEFAULT_KEY, Description
-from actorsnap.interop.formats.numpy_pickles import InertUnpickler, real
+from actorsnap.interop.formats.numpy_pickles import real
+from actorsnap.interop.formats.torch_pickles import TorchUnpickler
 from actorsnap.state import objects
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.tensors import DTYPE_NAMES, tensor_type
@@ -59,11 +60,20 @@ class Ghosts:
         Raises:
             pickle.UnpicklingError: It is no storage.
         """
-        kind, storage_type, key, _, numel, *rest = saved_id
-        if _text(kind) != "storage" or (rest and rest[0] is not None) or type(numel) is not int:
-            raise pickle.UnpicklingError(f"{str(saved_id)[:200]} is no storage")
-        dtype = torch.uint8 if storage_type is torch.UntypedStorage else storage_type.dtype
-        key = _text(key)
+        match saved_id:
+            case ("storage" | b"storage", storage_type, str() | bytes() as key, _, int() as numel):
+                pass
+            case (_, storage_type, str() | bytes() as key, _, int() as numel, None):  # old files
+                pass
+            case _:
+                raise pickle.UnpicklingError("a reference in it is to no storage of torch")
+        if storage_type is torch.UntypedStorage:
+            dtype = torch.uint8
+        elif isinstance(storage_type, torch.serialization.StorageType):
+            dtype = storage_type.dtype
+        else:
+            raise pickle.UnpicklingError("the storage of a tensor is of no type of torch")
+        key = key if isinstance(key, str) else key.decode("ascii")
         nbytes = numel * dtype.itemsize
         saved = self.found.get(key)
         if saved is None:
@@ -71,15 +81,13 @@ class Ghosts:
             memory = self._held[key] = torch.UntypedStorage(nbytes, device="meta")
             self._by_memory[memory._cdata] = saved
         elif saved.nbytes != nbytes:
-            raise pickle.UnpicklingError(f"two storages are {key!r}")
+            raise pickle.UnpicklingError(
+                f"the storage {key[:80]!r} has {saved.nbytes} bytes, then {nbytes}"
+            )
         return torch.storage.TypedStorage(wrap_storage=self._held[key], dtype=dtype, _internal=True)
 
     def of(self, tensor: torch.Tensor) -> SavedStorage | None:
         return self._by_memory.get(tensor.untyped_storage()._cdata)
-
-
-def _text(value: Any) -> str:
-    return value.decode("ascii") if isinstance(value, bytes) else str(value)
 
 
 class _AnyUnpickler(pickle.Unpickler):
@@ -95,33 +103,47 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
     """Returns the next object of ``file``; ``key`` is for messages.
 
     Raises:
-        UsageError: It needs something that is not allowed. Names it.
+        UsageError: It needs something that is not allowed, or not installed. Names it.
         FormatError: It is damaged.
     """
     unpickler: Any
     if allow_pickle:
         unpickler = _AnyUnpickler(file, encoding="utf-8")
+        unpickler.persistent_load = ghosts.load
     else:
-        unpickler = InertUnpickler(file, encoding="utf-8")
-    unpickler.persistent_load = ghosts.load
+        unpickler = TorchUnpickler(file, ghosts.load)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of other protocols, and typed storages
+            warnings.simplefilter("ignore")  # of typed storages
             return unpickler.load()
-    except (pickle.UnpicklingError, AttributeError, ImportError) as error:
-        what = str(error).partition(" Please use ")[0]
+    except Refusal as error:
+        name = error.name
+        by_name = f"{name} by torch.serialization.add_safe_globals, or everything by "
         raise UsageError(
-            f"{key}: {what} Its pickle was not executed. If you trust the file, allow that name by "
-            "torch.serialization.add_safe_globals, or everything by "
-            "options=Options(allow_pickle=True)"
+            f"{key}: {text_of(error)}. Its pickle was not executed. If you trust the file, allow "
+            f"{by_name if name else 'that by '}options=Options(allow_pickle=True)"
         ) from error
     except NotImplementedError as error:
         raise UsageError(
-            f"{key} has a tensor that cannot be read in place ({text_of(error).splitlines()[0]}). "
-            "Convert the file: load it with torch.load, and save it with actorsnap"
+            f"{key} has a tensor that cannot be read without loading it "
+            f"({text_of(error).splitlines()[0]:.200}). Load the file with torch.load, and save "
+            "with actorsnap what it returns"
+        ) from error
+    except (AttributeError, ImportError) as error:
+        if not allow_pickle:
+            raise _damaged(key, error) from error
+        raise UsageError(
+            f"{key} has an object whose class cannot be imported here ({text_of(error):.200}). "
+            "Install its package, or run this where the file was made"
         ) from error
     except Exception as error:
-        raise FormatError(key=key, detail=f"its pickle is damaged: {text_of(error)}") from error
+        raise _damaged(key, error) from error
+
+
+def _damaged(key: str, error: Exception) -> FormatError:
+    what = text_of(error) if isinstance(error, pickle.UnpicklingError) else describe(error)
+    detail = f"its pickle is damaged, or was made to harm: {what:.300}"
+    return FormatError(key=key, detail=f"{detail}. Copy the file again, or use another")
 
 
 def top_level(state: Any) -> dict[str, Any]:
@@ -249,8 +271,8 @@ class StateDescriber:
         """Returns a dense tensor; or a composite, and its parts."""
         if type(tensor) not in _TENSOR_TYPES:
             raise UsageError(
-                f"{path!r} is a {type(tensor).__qualname__}: of such files only plain tensors can "
-                "be read. Save what it consists of"
+                f"{path!r} is a {type(tensor).__qualname__}, and only plain tensors are read from "
+                "a pickle: load it with torch, and save the plain tensors that it consists of"
             )
         if not is_composite(tensor):
             return [(path, self._add_dense(path, tensor))]
@@ -259,7 +281,10 @@ class StateDescriber:
         except Exception as error:
             apart = text_of(error)
         if isinstance(apart, str):
-            raise UsageError(f"{path!r} cannot be described: {apart}")
+            raise UsageError(
+                f"{path!r} cannot be read without loading it: {apart}. Load it with torch, and "
+                "save what it consists of"
+            )
         layout, parameters, parts = apart
         entry = CompositeEntry(
             path=path,
@@ -281,13 +306,16 @@ class StateDescriber:
         saved = self._ghosts.of(tensor)
         if saved is None:
             if tensor.numel():
-                raise UsageError(f"{path!r} has no data: it was saved from the meta device")
+                raise UsageError(
+                    f"{path!r} has no data in the file: it was on the meta device when it was "
+                    "saved. Leave it out, or initialize the model before it is saved"
+                )
             saved = SavedStorage("", 0)
         itemsize = tensor.dtype.itemsize
         start = int(tensor.storage_offset()) * itemsize if tensor.numel() else 0
         stop = start + extent_bytes(tuple(tensor.shape), tensor.stride(), itemsize)
         if stop > saved.nbytes:
-            detail = f"the tensor ends at byte {stop} of the {saved.nbytes} of its storage"
+            detail = f"damaged: the tensor ends at byte {stop} of the {saved.nbytes} of its storage"
             raise FormatError(key=path, detail=detail)
         dense = _Dense(path, tensor, saved, start, stop)
         self._dense.setdefault(saved.key, []).append(dense)
@@ -298,8 +326,8 @@ class StateDescriber:
         if not self._allow_pickle or self._ghosts.found.keys() <= self._dense.keys():
             return
         raise UsageError(
-            "there are tensors inside of other objects: load the file with torch.load, and save "
-            "the state_dict() of what it has"
+            "there are tensors inside of other objects, such as whole modules: load the file with "
+            "torch.load, and save the state_dict() of these objects"
         )
 
     def _tensor_entries(self) -> dict[str, list[Entry]]:

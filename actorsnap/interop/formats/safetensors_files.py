@@ -176,7 +176,9 @@ def header_end(data: bytes, size: int, key: str) -> int:
     """
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if len(data) < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:
-        raise FormatError(key=key, detail="it does not begin with the length of a header")
+        raise FormatError(
+            key=key, detail=f"it is no safetensors file, or damaged; it has {size} bytes"
+        )
     if _LENGTH_BYTES + length > size:
         raise FormatError(
             key=key,

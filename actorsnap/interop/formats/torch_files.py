@@ -6,7 +6,8 @@ format has its pickles first: they are read until they are complete.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from io import BytesIO
 from typing import Any
@@ -87,8 +88,11 @@ async def read(place: Place) -> Foreign | None:
         saved = await read_zip(place, key, allow_pickle=place.allow_pickle)
     elif is_legacy_file(head):
         saved = await _read_legacy(place, key)
-    else:
+    elif place.file:
         return None
+    else:
+        detail = f"it is no file of torch.save, or damaged; it has {place.used[key].size} bytes"
+        raise FormatError(key=key, detail=f"{detail}. Copy it again, or use another")
     return await place.run_blocking(_describe, place, saved)
 
 
@@ -189,7 +193,7 @@ def check_state(state: Any, num_pickled: int, key: str) -> None:
                     "numbers: load it with torch, and save tensor.resolve_conj().resolve_neg()"
                 )
             continue
-        items = value.values() if isinstance(value, dict) else value
+        items = _inner(value)
         if is_known_below:
             sizes[id(value)] = 1 + sum([sizes.get(id(item), 1) for item in items])
         elif id(value) not in sizes:
@@ -199,6 +203,12 @@ def check_state(state: Any, num_pickled: int, key: str) -> None:
     if sizes.get(id(state), 1) > 1000 + 4 * num_pickled:
         detail = f"damaged: its {num_pickled} bytes of pickle stand for {sizes[id(state)]} values"
         raise FormatError(key=key, detail=detail)
+
+
+def _inner(value: Any) -> Sequence[Any]:
+    if isinstance(value, OrderedDict):
+        return [*value.values(), getattr(value, "_metadata", None)]
+    return [*value.values()] if isinstance(value, dict) else value
 
 
 async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
@@ -299,7 +309,8 @@ def _parse_legacy(
         at = starts[name] + ghosts.found[name].nbytes
     if at != size:
         what = "truncated" if at > size else "too long"
-        raise FormatError(key=key, detail=f"{what}: {size} bytes, its storages end at {at}")
+        detail = f"{what}: it has {size} bytes, and its tensors end at {at}"
+        raise FormatError(key=key, detail=f"{detail}. Copy it again, or use another")
     return state, starts
 
 

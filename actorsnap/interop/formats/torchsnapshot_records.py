@@ -14,6 +14,8 @@ from actorsnap.format.manifest import MAX_RANKS
 
 METADATA_KEY = ".snapshot_metadata"
 
+_MAX_YAML_DEPTH = 32
+
 _DOUBLE = struct.Struct("<d")
 
 _Size = Annotated[int, msgspec.Meta(ge=0)]
@@ -203,6 +205,15 @@ def _parse_yaml(data: bytes) -> Any:
         ) from error
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
+        # The loader recurses without a limit, and a few aliases stand for any number of values.
+        depth = 0
+        for event in yaml.parse(data, Loader=loader):
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+            if depth > _MAX_YAML_DEPTH or isinstance(event, yaml.AliasEvent):
+                raise ValueError("it has aliases, or nests deeper than torchsnapshot's metadata")
         return yaml.load(data, Loader=loader)
     except yaml.YAMLError as error:
         raise ValueError(error) from error

@@ -39,7 +39,7 @@ _CRC_BYTES = 1 << 20
 """Read at a time of a record that is not read whole."""
 
 
-class ZipRecord(msgspec.Struct, frozen=True):
+class ZipRecord(msgspec.Struct, frozen=True, gc=False):
     """A record: ``size`` bytes from ``start`` on.
 
     Attributes:
@@ -95,7 +95,9 @@ def read_directory(
     if at < _LOCATOR_64.size and tail_start and tail_bytes < _TAIL_BYTES:
         return (yield from read_directory(size, key))
     if at < 0 or at + _END.size > len(tail):
-        raise FormatError(key=key, detail="truncated: the end of the zip directory is missing")
+        what = "truncated: the zip directory at its end is missing"
+        detail = f"{what}. A save or a copy did not end: copy it again, or use another"
+        raise FormatError(key=key, detail=detail)
     *_, count, length, start, _ = _END.unpack_from(tail, at)
     locator = at - _LOCATOR_64.size
     if locator >= 0 and tail[locator : locator + 4] == b"PK\x06\x07":
@@ -124,20 +126,22 @@ def _parse(directory: bytes, count: int, key: str) -> dict[str, ZipRecord]:
     records: dict[str, ZipRecord] = {}
     at = 0
     for _ in range(count):
-        fields = _MEMBER.unpack_from(directory, at)
-        magic, flags, method, crc32, header = *[fields[n] for n in (0, 3, 4, 7)], fields[-1]
-        stored, size, name_len, extra_len, comment_len = fields[8:13]
+        (magic, _, _, flags, method, _, _, crc32, stored, size, *lengths, _, _, _, header) = (
+            _MEMBER.unpack_from(directory, at)
+        )
+        name_len, extra_len, comment_len = lengths
         if magic != b"PK\x01\x02":
             raise FormatError(key=key, detail="its zip directory is damaged")
         at += _MEMBER.size
         name = directory[at : at + name_len].decode()
-        extra = directory[at + name_len : at + name_len + extra_len]
+        if extra_len:
+            extra = directory[at + name_len : at + name_len + extra_len]
+            size, stored, header = _wide(extra, size, stored, header)
         at += name_len + extra_len + comment_len
-        size, stored, header = _wide(extra, size, stored, header)
         packing = "encrypted" if flags & 1 else "compressed" if method or stored != size else ""
         if name in records:
             raise FormatError(key=key, detail=f"two records have the name {name!r:.200}")
-        records[name] = ZipRecord(name, header, size, packing=packing, crc32=crc32)
+        records[name] = ZipRecord(name, header, size, -1, packing, crc32)
     return records
 
 
@@ -181,7 +185,7 @@ def placed(record: ZipRecord, header: bytes, file_size: int, key: str) -> ZipRec
     start = record.header + _LOCAL.size + name_len + extra_len
     if magic != b"PK\x03\x04" or start + record.size > file_size:
         raise FormatError(key=key, detail=f"{record.name!r:.200} is not where the directory says")
-    return msgspec.structs.replace(record, start=start)
+    return ZipRecord(record.name, record.header, record.size, start, record.packing, record.crc32)
 
 
 def locate(record: ZipRecord, file_size: int, key: str) -> Reading[ZipRecord]:
