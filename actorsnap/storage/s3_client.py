@@ -354,7 +354,8 @@ def sign(
     signed["host"] = host_header(at)
     ordered = sorted(signed.items())
     names = ";".join([name for name, _ in ordered])
-    lines = [method, at.path, "&".join(sorted(at.query.split("&")))]
+    by_name = sorted(at.query.split("&"), key=lambda pair: pair.split("="))
+    lines = [method, at.path, "&".join(by_name)]
     lines += [f"{name}:{value}" for name, value in ordered]
     digest = hashlib.sha256("\n".join([*lines, "", names, payload]).encode()).hexdigest()
     scope = f"{added['X-Amz-Date'][:8]}/{region}/s3/aws4_request"

@@ -763,7 +763,7 @@ async def test_expired_credentials_are_looked_for_anew(monkeypatch: pytest.Monke
         ("GET", "https://b.s3.eu-west-1.amazonaws.com:443/k", {}),
         (
             "PUT",
-            "https://[::1]:8443/b/k?uploadId=2~a%2F%3D&partNumber=10",
+            "https://[::1]:8443/b/k?uploadId=2~a%2F%3D&partNumber=10&part-a=1&part=2",
             {
                 "x-amz-checksum-crc32c": "AAAAAA==",
                 "x-amz-tagging": "a=b&c=  d",
