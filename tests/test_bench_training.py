@@ -16,7 +16,9 @@ from bench.world import World
 GIB = 0.01
 
 
-@pytest.mark.parametrize(("gib", "num_layers", "hidden"), [(12, 9, 4096), (3, 1, 4096), (2, 5, 2048)])
+@pytest.mark.parametrize(
+    ("gib", "num_layers", "hidden"), [(12, 9, 4096), (3, 1, 4096), (2, 5, 2048)]
+)
 def test_a_model_has_as_many_layers_as_fit(gib: int, num_layers: int, hidden: int) -> None:
     shapes = llama_7b_shapes(gib << 30)
     assert shapes["layers.0.attention.wq.weight"] == (hidden, hidden)
