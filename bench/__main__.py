@@ -2,7 +2,7 @@
 ``bench/ranks.py`` with many, ``bench/cloud.py`` with object stores, ``bench/interference.py``
 beside a trainer, ``bench/memory.py``, ``bench/staging.py``, ``bench/manager.py``,
 ``bench/scale.py`` with thousands of ranks that are not there, ``bench/formats.py`` with checkpoints
-of other programs.
+of other programs, ``bench/training.py`` with a model of 7B parameters and its optimizer.
 
 Prints one JSON line per row on standard output, progress on standard error.
 """
@@ -27,6 +27,7 @@ from bench import (
     scale,
     staging,
     tracing,
+    training,
 )
 from bench.local import Setting, child_memory, machine, note
 from bench.peers import PEERS
@@ -43,6 +44,7 @@ ROWS = (
     | manager.ROWS
     | scale.ROWS
     | formats.ROWS
+    | training.ROWS
 )
 
 

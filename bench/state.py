@@ -6,7 +6,7 @@ import math
 
 import torch
 
-__all__ = ["compare", "llama", "scramble", "small", "state_bytes"]
+__all__ = ["compare", "llama", "llama_7b_shapes", "scramble", "small", "state_bytes"]
 
 State = dict[str, torch.Tensor]
 
@@ -35,6 +35,33 @@ def llama(gib: float, layers: int = 18) -> State:
     return {
         name: torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
         for name, shape in shapes.items()
+    }
+
+
+def llama_7b_shapes(nbytes: int) -> dict[str, tuple[int, ...]]:
+    """Llama 2 7B with as many of its 32 layers as fit into ``nbytes``: bf16 weights, and both
+    moments of AdamW in bf16. Where not one layer fits, with all dims halved until it does."""
+    shrink = 1
+    while True:
+        hidden, ffn, vocab = 4096 // shrink, 11008 // shrink, 32000 // shrink
+        layer: dict[str, tuple[int, ...]] = {
+            **{f"attention.w{x}.weight": (hidden, hidden) for x in "qkvo"},
+            "feed_forward.w1.weight": (ffn, hidden),
+            "feed_forward.w2.weight": (hidden, ffn),
+            "feed_forward.w3.weight": (ffn, hidden),
+            "attention_norm.weight": (hidden,),
+            "ffn_norm.weight": (hidden,),
+        }
+        left = nbytes // 6 - hidden * (2 * vocab + 1)
+        layers = min(32, left // sum(math.prod(shape) for shape in layer.values()))
+        if layers >= 1 or shrink == 64:
+            break
+        shrink *= 2
+    return {
+        "tok_embeddings.weight": (vocab, hidden),
+        **{f"layers.{i}.{n}": s for i in range(max(1, layers)) for n, s in layer.items()},
+        "norm.weight": (hidden,),
+        "output.weight": (vocab, hidden),
     }
 
 

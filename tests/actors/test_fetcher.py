@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import anyio
@@ -12,7 +12,7 @@ import pytest
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.fetcher import FetcherPool, RangeRequest
-from actorsnap.format.checksum import MAX_BLOCK_BYTES
+from actorsnap.format.checksum import MAX_BLOCK_BYTES, block_checksums
 from actorsnap.format.manifest import ObjectRecord, RankManifest, Stored, StoredChunk
 from actorsnap.planning.index import Index
 from actorsnap.state.sources import HostMemory
@@ -69,6 +69,51 @@ async def test_a_cancelled_fetch_begins_no_more_reads(tmp_path: Path) -> None:
             await anyio.sleep(0.05)
         storage.go.set()
     assert storage.num_reads <= 2
+    await storage.aclose()
+
+
+class Counted(Wrapper):
+    """Counts the calls that each read is made of."""
+
+    num_calls = 0
+
+    def read_into_blocking(
+        self, key: str, offset: int, batches: Iterable[Sequence[memoryview]]
+    ) -> None:
+        def counted() -> Iterator[Sequence[memoryview]]:
+            for views in batches:
+                self.num_calls += 1
+                yield views
+
+        super().read_into_blocking(key, offset, counted())
+
+
+@pytest.mark.parametrize(("verify", "num_calls"), [(True, NUM_BLOCKS), (False, NUM_BLOCKS // 2)])
+async def test_only_bytes_to_verify_are_read_block_by_block(
+    verify: bool, num_calls: int, tmp_path: Path
+) -> None:
+    context = StorageContext(run_blocking=run_blocking_in_thread, durable=False)
+    storage = Counted(open_storage(tmp_path, context))
+    size = NUM_BLOCKS * MAX_BLOCK_BYTES
+    data = np.arange(size // 8).view(np.uint8)
+    await storage.put("object", [data.data])
+    target = np.ones(size, np.uint8)
+    sink = HostMemory(target.ctypes.data, size, target)
+    record = ObjectRecord(key="object", size=size, header_bytes=0, header_crc32c=0)
+    manifest = RankManifest(attempt="a", rank=0, objects=(record,))
+    pool = FetcherPool(
+        storage,
+        run_blocking=run_blocking_in_thread,
+        budget=Budget(1 << 20),
+        verify=verify,
+        chunk_bytes=2 * MAX_BLOCK_BYTES,
+        max_gap_bytes=0,
+        num_fetchers=2,
+    )
+    sums = block_checksums(data.data, MAX_BLOCK_BYTES)
+    await pool.fetch([RangeRequest(manifest, Stored(0, 0, size, sums), sink)])
+    assert np.array_equal(target, data)
+    assert storage.num_calls == num_calls
     await storage.aclose()
 
 
