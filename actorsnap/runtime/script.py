@@ -53,7 +53,10 @@ async def run_async(script: Script[T]) -> T:
             except asyncio.CancelledError:
                 call.cancel()
                 await _outlast_cancellation(call.future)
-                script.close()
+                # It may have to wait: the step had succeeded just before it was cancelled.
+                closing = host.submit(host.run_blocking(script.close))
+                await _outlast_cancellation(closing.future)
+                closing.future.result()
                 raise
             error = call.future.exception()
             if error is not None:

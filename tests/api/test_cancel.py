@@ -302,6 +302,32 @@ async def test_cancelling_the_other_calls(tmp_path: Path, call: str, no_leaks_be
     assert k > 2
 
 
+async def test_a_cancellation_just_after_the_staging_does_not_block_the_loop(
+    tmp_path: Path, short_grace: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The step has succeeded: what is left is to abort the save, and to wait for that."""
+    url = str(tmp_path / "s")
+    barrier = Barrier(1, verbs=frozenset({"put_if_absent"}))
+    wait_done, waits = host.wait_done, []
+
+    async def cancelled_after(future: Any) -> None:
+        await wait_done(future)
+        if len(waits) == 1:  # the staging: the first is the opening of the storage
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+        waits.append(future)
+        await asyncio.sleep(0)
+
+    with held(barrier):
+        monkeypatch.setattr(script, "wait_done", cancelled_after)
+        task = asyncio.create_task(async_take(faulty_url(url), 1))
+        await asyncio.wait([task])
+        monkeypatch.undo()
+    assert task.cancelled()
+    await assert_whole(url, None)
+
+
 async def test_a_scope_repeats_its_cancellation_without_effect(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
