@@ -307,12 +307,14 @@ async def test_a_cancellation_just_after_the_staging_does_not_block_the_loop(
 ) -> None:
     """The step has succeeded: what is left is to abort the save, and to wait for that."""
     url = str(tmp_path / "s")
+    await take(str(tmp_path / "first"), 0)  # the runtime is there, and knows the storage
     barrier = Barrier(1, verbs=frozenset({"put_if_absent"}))
-    wait_done, waits = host.wait_done, []
+    wait_done = host.wait_done
+    waits: list[Any] = []
 
     async def cancelled_after(future: Any) -> None:
         await wait_done(future)
-        if len(waits) == 1:  # the staging: the first is the opening of the storage
+        if not waits:  # for the staging
             task = asyncio.current_task()
             assert task is not None
             task.cancel()
