@@ -178,7 +178,7 @@ def inspect(
             if not as_json:
                 trees.add(commit, manifest)
 
-        with output.Trees(depth or sys.maxsize) as trees, progress("reading") as bar:
+        with output.Trees(depth, is_folded=not all) as trees, progress("reading") as bar:
             if as_json:
                 document = output.JsonManifests(path)
 
@@ -192,7 +192,7 @@ def inspect(
             commit = run(reading.each_manifest(source, add, progress=bar))
             bar.close()
             output.write_lines(output.overview(path, commit, objects))
-            trees.print()
+            sys.stdout.writelines(trees.lines())
 
 
 @app.command()
