@@ -5,9 +5,13 @@ See ``cli`` for columns and control characters.
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import sys
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any
 
 import msgspec
@@ -188,25 +192,37 @@ def describe_difference(
     return None
 
 
-def snapshot_rows(found: dict[str, Commit | FormatError | None]) -> Iterator[list[str]]:
+def difference_json(row: Sequence[str]) -> dict[str, Any]:
+    """Returns a row of ``describe_difference`` for ``print_json``."""
+    sign, _, path = row[0].partition(" ")
+    change = {"-": "only in A", "+": "only in B", "!": "other shape or type", "~": "other values"}
+    return {"path": path, "change": change[sign], "detail": " ".join(row[1:])}
+
+
+def snapshot_rows(
+    found: Mapping[str, Commit | FormatError | None], sizes: Mapping[str, int]
+) -> Iterator[list[str]]:
+    """Yields columns: name, age, size, then what the snapshot is."""
+    now_s = time.time()
     for name, commit in found.items():
+        size = size_text(sizes[name])
         if isinstance(commit, Commit):
+            age = age_text(now_s - datetime.fromisoformat(commit.created).timestamp())
             step = [] if commit.step is None else [f"step {commit.step}"]
             metadata = [shorten(json.dumps(commit.metadata))] if commit.metadata else []
-            yield [name, commit.created, f"world size {commit.world_size}", *step, *metadata]
-        elif commit is None:
-            yield [name, "unfinished"]
+            yield [name, f"{age} old", size, f"world size {commit.world_size}", *step, *metadata]
         else:
-            yield [name, f"damaged: {commit}"]
+            yield [name, "-", size, "unfinished" if commit is None else f"damaged: {commit}"]
 
 
-def snapshot_json(name: str, commit: Commit | FormatError | None) -> dict[str, Any]:
+def snapshot_json(name: str, commit: Commit | FormatError | None, nbytes: int) -> dict[str, Any]:
+    sized = {"name": name, "nbytes": nbytes}
     if isinstance(commit, Commit):
         fields = _fields(commit, "created", "world_size", "step", "metadata")
-        return {"name": name, "state": "committed", **fields}
+        return {**sized, "state": "committed", **fields}
     if commit is None:
-        return {"name": name, "state": "unfinished"}
-    return {"name": name, "state": "damaged", "detail": str(commit)}
+        return {**sized, "state": "unfinished"}
+    return {**sized, "state": "damaged", "detail": str(commit)}
 
 
 class _Shortened:
@@ -233,6 +249,34 @@ def value_text(value: Any) -> str:
         return repr(value)
     except (NotImplementedError, RuntimeError) as error:  # some dtypes of torch
         raise UsageError(f"the value cannot be printed; use --raw: {error}") from error
+
+
+def value_json(value: Any) -> Any:
+    """Returns a value for ``print_json``: numbers that JSON lacks as text, bytes in base64.
+
+    Raises:
+        UsageError: It cannot be shown.
+    """
+    match value:
+        case float() if not math.isfinite(value):
+            return repr(value)
+        case None | bool() | int() | float() | str():
+            return value
+        case bytes() | bytearray():
+            return {"base64": base64.b64encode(value).decode()}
+        case dict():
+            return {str(key): value_json(each) for key, each in value.items()}
+        case list() | tuple():
+            return [value_json(each) for each in value]
+    try:
+        dense = value.to_dense() if getattr(value, "is_sparse", False) else value
+        if hasattr(dense, "tolist") and hasattr(dense, "dtype"):
+            dtype = str(dense.dtype).removeprefix("torch.")
+            items = value_json(dense.tolist())
+            return {"dtype": dtype, "shape": list(dense.shape), "data": items}
+    except (NotImplementedError, RuntimeError, RecursionError) as error:
+        raise UsageError(f"the value cannot be printed; use --raw: {error}") from error
+    return {"type": type(value).__name__, "text": value_text(value)}
 
 
 def raw_bytes(value: Any) -> bytes:

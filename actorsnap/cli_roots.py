@@ -22,6 +22,7 @@ from rich.markup import escape as quote
 from actorsnap import cli_output as output
 from actorsnap.cli_calls import (
     JsonOption,
+    NothingFound,
     StorageOption,
     err,
     errors,
@@ -142,7 +143,7 @@ def prune(
             err.print(f"[red]not deleted[/] {quote(output.visible(f'{name}: {why}'))}")
         if done.is_superseded:
             err.print("nothing was deleted: another job began to save here; look again")
-            raise typer.Exit(1)
+            raise typer.Exit(5)
         if done.failed:
             raise typer.Exit(4)
 
@@ -162,9 +163,10 @@ def best(
         if found is None:
             _require(infos, root)
             known = sorted({name for info in infos for name in info.metrics})
-            _give_up(f"no step has the metric {metric!r}; there are: {', '.join(known) or 'none'}")
-        else:
-            _print_one(found, as_json)
+            raise NothingFound(
+                f"no step has the metric {metric!r}; there are: {', '.join(known) or 'none'}"
+            )
+        _print_one(found, as_json)
 
 
 def latest(
@@ -185,9 +187,8 @@ def latest(
             found = run(body.latest_valid(level) if valid or full else body.latest())
         if found is None:
             what = "intact " if valid or full else ""
-            _give_up(f"{body.root.url} has no {what}step that a manager saved")
-        else:
-            _print_one(found, as_json)
+            raise NothingFound(f"{body.root.url} has no {what}step that a manager saved")
+        _print_one(found, as_json)
 
 
 def save_now(
@@ -313,7 +314,7 @@ def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None
     if any(each.state == "damaged" for each in checked):
         raise typer.Exit(1)
     if not any(each.state == "ok" for each in checked):
-        _give_up(f"{root} has no committed snapshot")
+        raise NothingFound(f"{root} has no committed snapshot")
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,12 +439,9 @@ def _opened(root: str, option: list[str] | None) -> Iterator[ManagerBody]:
 
 def _require(infos: Iterable[object], root: str) -> None:
     if not any(True for _ in infos):
-        _give_up(f"{root} has no step that a manager saved; `actorsnap ls` lists other snapshots")
-
-
-def _give_up(text: str) -> None:
-    err.print(f"[red]error:[/] {quote(output.visible(text))}")
-    raise typer.Exit(3)
+        raise NothingFound(
+            f"{root} has no step that a manager saved; `actorsnap ls` lists other snapshots"
+        )
 
 
 def _print_one(info: StepInfo, as_json: bool) -> None:
