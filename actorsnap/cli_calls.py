@@ -85,16 +85,16 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except typer.Exit as end:
             if ctx.meta[__name__] and end.__cause__ is not None:
-                _print_error(end.__cause__, end.exit_code)
+                _print_json(end.__cause__, end.exit_code)
             raise
         except Exception as error:
             # Typer brings its own copy of click, or click.
             if ctx.meta[__name__] and hasattr(error, "format_message"):
-                _print_error(error, getattr(error, "exit_code", 2))
+                _print_json(error, getattr(error, "exit_code", 2))
             raise
 
 
-def _print_error(error: BaseException, code: int) -> None:
+def _print_json(error: BaseException, code: int) -> None:
     document = {
         "type": type(error).__name__,
         "exit_code": code,
@@ -147,13 +147,13 @@ def errors(damaged: int = 4) -> Iterator[None]:
         yield
         sys.stdout.flush()
     except (NothingFound, NotConfirmed) as error:
-        _print_line(str(error))
+        print_error(str(error))
         raise typer.Exit(3 if isinstance(error, NothingFound) else 5) from error
     except ActorSnapError as error:
         text = output.visible("\n".join([str(error), *getattr(error, "__notes__", ())]))
         if isinstance(error, UsageError) and "allow_pickle" in text:
             text += "\nOn the command line: set ACTORSNAP_ALLOW_PICKLE=true"
-        _print_line(text)
+        print_error(text)
         raise typer.Exit(_exit_code(error, damaged)) from error
     except KeyboardInterrupt as error:
         raise typer.Exit(130) from error
@@ -169,7 +169,8 @@ def errors(damaged: int = 4) -> Iterator[None]:
         raise typer.Exit(70) from error
 
 
-def _print_line(text: str) -> None:
+def print_error(text: str) -> None:
+    """For people."""
     err.print(f"[red]error:[/] {quote(output.visible(text))}")
 
 

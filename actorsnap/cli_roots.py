@@ -29,6 +29,7 @@ from actorsnap.cli_calls import (
     make_source,
     options,
     parse_storage_options,
+    print_error,
     progress,
     run,
 )
@@ -302,6 +303,9 @@ def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None
     """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is none."""
     found = run(maintenance.find_snapshots(make_source(root, option)))
     checked = [_check(root, name, commit, full, option) for name, commit in found.items()]
+    nothing = f"{root} has no committed snapshot"
+    if not checked:
+        raise NothingFound(nothing)
     if as_json:
         output.print_json(
             [
@@ -314,7 +318,8 @@ def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None
     if any(each.state == "damaged" for each in checked):
         raise typer.Exit(1)
     if not any(each.state == "ok" for each in checked):
-        raise NothingFound(f"{root} has no committed snapshot")
+        print_error(nothing)  # the JSON is complete
+        raise typer.Exit(3)
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,7 @@ class Snapshot(SnapshotHandle):
                 Without it, a skipped save is not detected if all have one path.
             metadata: Any JSON object, returned by ``Snapshot.metadata``.
             storage_options: Options for the backend.
+            options: None uses the defaults and the ``ACTORSNAP_*`` variables.
             group: The ``ProcessGroup`` whose ranks save together. None: the default group or, if
                 none is initialised, the ranks that torchrun started.
             store: A c10d store (TCPStore, or a PrefixStore of it) that all ranks reach, used

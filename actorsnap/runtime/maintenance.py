@@ -27,9 +27,8 @@ from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, Commit
 from actorsnap.log import Log
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.process import host_id
-from actorsnap.runtime.reading import size_below
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
-from actorsnap.storage.base import ObjectInfo, Storage, for_each
+from actorsnap.storage.base import ObjectInfo, Storage, for_each, size_below
 
 logger = Log(__name__)
 
@@ -115,7 +114,7 @@ def find_leftovers(source: Source) -> Script[list[Leftover]]:
         storage, run_blocking = opened.storage, opened.errands.run_blocking
         return Leftover(
             attempt=name,
-            nbytes=sum([info.size async for info in storage.list(f"{name}/")]),
+            nbytes=await size_below(storage, f"{name}/"),
             created_s=attempt.created_s,
             is_complete=await is_complete(storage, run_blocking, name),
             is_garbage=is_garbage,

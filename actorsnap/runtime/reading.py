@@ -30,7 +30,7 @@ from actorsnap.state.restore.build import KeyRestore, prepare, read_one, resolve
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.restore.reads import Reads
 from actorsnap.state.tree import escape, unescape
-from actorsnap.storage.base import Storage, for_each
+from actorsnap.storage.base import for_each, size_below
 
 logger = Log(__name__)
 
@@ -69,11 +69,6 @@ def measure(source: Source) -> Script[int]:
         return nbytes
 
     return (yield from source.perform("list", perform))
-
-
-async def size_below(storage: Storage, prefix: str) -> int:
-    """Returns the bytes of all objects whose keys begin with ``prefix``."""
-    return sum([info.size async for info in storage.list(prefix)])
 
 
 @begins_anew
