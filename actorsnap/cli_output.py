@@ -11,7 +11,7 @@ import math
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from datetime import datetime
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -207,10 +207,12 @@ def snapshot_rows(
     for name, commit in found.items():
         size = size_text(sizes[name])
         if isinstance(commit, Commit):
-            age = age_text(now_s - datetime.fromisoformat(commit.created).timestamp())
+            age = "-"
+            with suppress(FormatError):  # of the time only
+                age = f"{age_text(now_s - commit.created_at().timestamp())} old"
             step = [] if commit.step is None else [f"step {commit.step}"]
             metadata = [shorten(json.dumps(commit.metadata))] if commit.metadata else []
-            yield [name, f"{age} old", size, f"world size {commit.world_size}", *step, *metadata]
+            yield [name, age, size, f"world size {commit.world_size}", *step, *metadata]
         else:
             yield [name, "-", size, "unfinished" if commit is None else f"damaged: {commit}"]
 

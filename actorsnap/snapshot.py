@@ -592,7 +592,7 @@ class Snapshot(SnapshotHandle):
             >>> age = datetime.now(UTC) - await snapshot.created
         """
         commit = await self._run(reading.load_commit(self._source))
-        return datetime.fromisoformat(commit.created)
+        return commit.created_at()
 
     @property
     @async_call

@@ -171,7 +171,7 @@ class Snapshot(SnapshotHandle):
     @property
     def created(self) -> datetime:
         """See ``actorsnap.Snapshot.created``."""
-        return datetime.fromisoformat(self._commit("created").created)
+        return self._commit("created").created_at()
 
     @property
     def world_size(self) -> int:

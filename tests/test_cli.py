@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from actorsnap import Options, StateDict, cli, cli_calls
-from actorsnap.errors import ChecksumMismatch
+from actorsnap.errors import ChecksumMismatch, FormatError
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
-from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY
+from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, decode_commit, encode_commit
 from actorsnap.runtime import maintenance, reading
 from actorsnap.runtime.location import make_location
 from actorsnap.runtime.resources import Attempts
@@ -195,6 +196,16 @@ def test_all_commands_count_the_same_leaves(saved: Path) -> None:
         assert run("diff", path, path).out == f"equal: {count} leaves\n"
         tops = [line for line in run("inspect", path).lines if line[0] in "├└"]
         assert sum(map(int, re.findall(r"(\d+) lea(?:f|ves),", "\n".join(tops)))) == count
+
+
+def test_ls_where_a_time_is_none(saved: Path, tmp_path: Path) -> None:
+    """Such a snapshot can still be restored."""
+    commit = decode_commit((saved / COMMIT_KEY).read_bytes())
+    (saved / COMMIT_KEY).write_bytes(encode_commit(msgspec.structs.replace(commit, created="now")))
+    assert run("ls", tmp_path).lines[0].startswith("s\t-\t1.2 MiB\tworld size 1")
+    with pytest.raises(FormatError, match="created 'now' is no time"):
+        _ = Snapshot(saved).created
+    assert Snapshot(saved).verify().ok
 
 
 def test_ls_of_nothing(tmp_path: Path, unfinished: Path) -> None:
@@ -993,7 +1004,8 @@ def test_a_bug_is_no_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_exit_codes_are_in_the_help_and_the_docs() -> None:
     text = " ".join(run("--help").out.split())
-    page = (ROOT / "docs" / "observability.md").read_text()
+    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    (page,) = [page for page in pages if "| exit code |" in page]
     for code, meaning in cli_calls.EXIT_CODES.items():
         assert f"{code}: {meaning}" in text
         assert f"| {code} | {meaning} |" in page

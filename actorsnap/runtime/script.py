@@ -236,7 +236,6 @@ def blocking_call(
 
     @functools.wraps(function)
     def call(self: Any, /, *args: P.args, **kwargs: P.kwargs) -> T:
-        __tracebackhide__ = True
         refuse_running_loop(function.__qualname__)
         try:
             function(self, *args, **kwargs).send(None)
@@ -276,12 +275,11 @@ def _short(function: Callable[P, T], doc: str | None) -> Callable[P, T]:
 
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        __tracebackhide__ = True  # in pytest and IPython
         try:
             return function(*args, **kwargs)
         except Exception as error:
             shorten(error)
-            raise  # does not add this frame
+            raise  # without this frame
 
     call.__doc__ = doc or function.__doc__
     return call
@@ -466,15 +464,13 @@ class AsyncCall(Coroutine[Any, Any, T]):
         return self._outcome()
 
     def _outcome(self) -> Generator[Any, Any, T]:
-        __tracebackhide__ = True  # in pytest and IPython
         try:
             return (yield from self._coroutine.__await__())
         except Exception as error:
             shorten(error)
-            raise  # does not add this frame
+            raise  # without this frame
 
     def send(self, value: Any, /) -> Any:
-        __tracebackhide__ = True
         self._is_awaited = True
         try:
             return self._coroutine.send(value)
@@ -482,7 +478,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
             raise
         except Exception as error:
             shorten(error)
-            raise  # does not add this frame
+            raise  # without this frame
 
     def throw(
         self,

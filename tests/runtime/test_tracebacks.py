@@ -54,7 +54,7 @@ ASYNC: dict[str, Callable[[Path], Awaitable[Any]]] = {
     "take": lambda path: Snapshot.take(path / "s", STATE),
     "restore": lambda path: Snapshot(path / "no").restore(STATE),
     "step": lambda path: Snapshot(path / "no").step,
-    "task": lambda path: asyncio.create_task(Snapshot(path / "no").verify()),  # type: ignore[arg-type]
+    "task": lambda path: asyncio.create_task(Snapshot(path / "no").verify()),
 }
 
 
