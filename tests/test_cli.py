@@ -183,10 +183,12 @@ def test_ls_json(saved: Path, tmp_path: Path, unfinished: Path) -> None:
     }
     assert (found["s"]["world_size"], found["s"]["metadata"]) == (1, {"step": 7})
     assert found["s"]["step"] is None
+    nbytes = sum(path.stat().st_size for path in saved.glob("*/**/*") if path.is_file())
+    assert found["s"]["nbytes"] == Snapshot(saved).nbytes == nbytes
     # Of the snapshot, not of what else is in its folder.
-    assert found["s"]["nbytes"] == Snapshot(saved).nbytes
-    objects_of_it = [path for path in saved.glob("*/**/*") if path.is_file()]
-    assert found["s"]["nbytes"] == sum(path.stat().st_size for path in objects_of_it)
+    shutil.copytree(next(unfinished.iterdir()), saved / next(unfinished.iterdir()).name)
+    found_again = json.loads(run("ls", "--json", tmp_path).out)
+    assert {item["name"]: item["nbytes"] for item in found_again}["s"] == nbytes
     assert (found["dead"]["nbytes"], found["broken"]["nbytes"]) == (4, 0)
 
 

@@ -256,8 +256,8 @@ def blocking_facade(of: type) -> Callable[[type[T]], type[T]]:
         for name, value in list(vars(facade).items()):
             if name.startswith("_") and name not in ("__enter__", "__exit__"):
                 continue
-            twin = getattr(of, name, None)
-            doc = None if name.startswith("_") else _blocking_doc(inspect.getdoc(twin))
+            is_public = not name.startswith("_")
+            doc = _blocking_doc(inspect.getdoc(getattr(of, name))) if is_public else None
             if isinstance(value, property) and value.fget is not None:
                 short = property(_short(value.fget, doc), doc=doc)
                 setattr(facade, name, short)
