@@ -92,9 +92,9 @@ def test_list(api: Facade, saved: Path, caplog: pytest.LogCaptureFixture) -> Non
 
 
 @each_facade
-def test_lists_keep_storage_options(api: Facade, saved: Path) -> None:
+def test_listed_handles_keep_options(api: Facade, saved: Path) -> None:
     options = Options(timeout_s=77)
-    (first, _) = api.run(api.Snapshot.list(saved.parent, storage_options={}, options=options))
+    (first, _) = api.run(api.Snapshot.list(saved.parent, options=options))
     assert first._source.options is options
 
 
