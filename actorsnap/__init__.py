@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from actorsnap.runtime.copy import CopyEvent, CopyEventKind, CopyReport
     from actorsnap.runtime.exporting import ExportReport
     from actorsnap.runtime.host import shutdown
+    from actorsnap.runtime.outline import SnapshotTree
     from actorsnap.runtime.pacing import step
     from actorsnap.runtime.recover import RecoverReport
     from actorsnap.runtime.restore import RestorePlan, RestoreReport
@@ -58,6 +59,7 @@ _NAMES_BY_MODULE = {
     "actorsnap.runtime.copy": ("CopyEvent", "CopyEventKind", "CopyReport"),
     "actorsnap.runtime.exporting": ("ExportReport",),
     "actorsnap.runtime.host": ("shutdown",),
+    "actorsnap.runtime.outline": ("SnapshotTree",),
     "actorsnap.runtime.pacing": ("step",),
     "actorsnap.runtime.recover": ("RecoverReport",),
     "actorsnap.runtime.restore": ("RestorePlan", "RestoreReport"),
@@ -102,6 +104,7 @@ __all__ = [
     "Snapshot",
     "SnapshotAborted",
     "SnapshotReplaced",
+    "SnapshotTree",
     "StateChanged",
     "StateDict",
     "Stateful",

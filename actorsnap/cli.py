@@ -1,15 +1,8 @@
 """The command line.
 
 Output goes to stdout, the rest to stderr. Columns are aligned on a terminal, otherwise separated by
-tabs. Terminal control characters are escaped. Exit codes:
-
-    0    done; verify: intact; diff: equal
-    1    verify, recover: damaged; diff: different; rm: not confirmed, or complete attempts kept;
-         prune: a later run began meanwhile
-    2    bad usage, or no such object
-    3    no committed snapshot; best: no step has the metric; rm --garbage: and no garbage
-    4    storage error; damaged (except for verify); needs a newer release or a package
-    130  interrupted
+tabs. Terminal control characters are escaped. With ``--json``, stdout has JSON only: the result, or
+``{"error": ...}``. ``cli_calls.EXIT_CODES`` has the exit codes.
 """
 
 from __future__ import annotations
@@ -31,11 +24,15 @@ from actorsnap import cli_output as output
 from actorsnap import cli_roots
 from actorsnap.actors.formats import NOT_OURS, format_of
 from actorsnap.cli_calls import (
+    EPILOG,
+    Commands,
     JsonOption,
+    NotConfirmed,
     PathArgument,
     StorageOption,
     err,
     errors,
+    is_confirmed,
     make_source,
     options,
     parse_storage_options,
@@ -65,6 +62,7 @@ from actorsnap.runtime import verify as verification
 from actorsnap.runtime.copy import CopyEvent, CopyEventKind
 from actorsnap.runtime.hugging_face import MAX_SHARD_BYTES
 from actorsnap.runtime.source import Source
+from actorsnap.runtime.treemap import Treemap
 from actorsnap.runtime.verify import VerifyReport
 from actorsnap.sync import Snapshot
 
@@ -76,7 +74,8 @@ class ExportFormat(StrEnum):
 
 
 app = typer.Typer(
-    add_completion=False,
+    cls=Commands,
+    epilog=EPILOG,
     no_args_is_help=True,
     help="Look at, check, compare, copy, convert, export, recover and delete actorsnap snapshots.",
     pretty_exceptions_enable=False,
@@ -130,12 +129,13 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
             found = run(maintenance.find_snapshots(source))
             if not found or error.found in ("unfinished", "foreign"):
                 raise
+            sizes = run(maintenance.measure_snapshots(source, found))
             if as_json:
                 output.print_json(
-                    [output.snapshot_json(name, commit) for name, commit in found.items()]
+                    [output.snapshot_json(name, found[name], sizes[name]) for name in found]
                 )
             else:
-                output.print_columns(output.snapshot_rows(found))
+                output.print_columns(output.snapshot_rows(found, sizes))
             return
         if as_json:
             listed.end()
@@ -163,10 +163,20 @@ def inspect(
     depth: Annotated[
         int | None, typer.Option(min=1, help="Levels of the tree to show; below, sums only.")
     ] = None,
+    is_whole: Annotated[
+        bool,
+        typer.Option("--all", help="Every leaf: no folding of lists of values, and of groups."),
+    ] = False,
+    html: Annotated[
+        str | None, typer.Option(metavar="OUT", help="Write a page: what takes the space.")
+    ] = None,
     option: StorageOption = None,
 ) -> None:
     """Show the contents of a snapshot: a tree with shapes, dtypes and sizes."""
     with errors():
+        if html is not None:
+            _write_page(path, html, as_json, option)
+            return
         source = make_source(path, option)
         objects = output.DataObjects()
 
@@ -178,7 +188,7 @@ def inspect(
             if not as_json:
                 trees.add(commit, manifest)
 
-        with output.Trees(depth or sys.maxsize) as trees, progress("reading") as bar:
+        with output.Trees(depth, is_folded=not is_whole) as trees, progress("reading") as bar:
             if as_json:
                 document = output.JsonManifests(path)
 
@@ -192,7 +202,24 @@ def inspect(
             commit = run(reading.each_manifest(source, add, progress=bar))
             bar.close()
             output.write_lines(output.overview(path, commit, objects))
-            trees.print()
+            sys.stdout.writelines(trees.lines())
+
+
+def _write_page(path: str, to: str, as_json: bool, option: list[str] | None) -> None:
+    objects, treemap = output.DataObjects(), Treemap()
+
+    def add(_: Commit, manifest: RankManifest) -> None:
+        if manifest.rank == 0:  # also of a snapshot that has replaced another one
+            objects.clear()
+            treemap.clear()
+        objects.add(manifest)
+        treemap.add(manifest)
+
+    with progress("reading") as bar:
+        commit = run(reading.each_manifest(make_source(path, option), add, progress=bar))
+    _write_file(to, treemap.page(output.overview(path, commit, objects)).encode())
+    if as_json:
+        output.print_json({"written": to})
 
 
 @app.command()
@@ -235,11 +262,13 @@ def verify(
 def diff(
     a: Annotated[str, typer.Argument(help="A snapshot's path or URL.")],
     b: Annotated[str, typer.Argument(help="Another snapshot's path or URL.")],
+    as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
     with errors():
         num_leaves = num_rows = 0
+        listed: list[dict[str, Any]] = []
 
         def compare(rank: int, *manifests: RankManifest | None) -> None:
             nonlocal num_leaves, num_rows
@@ -250,12 +279,20 @@ def diff(
                 for path in sorted(both)
                 if (row := output.describe_difference(path, left, right))
             ]
-            output.print_columns(rows)
+            if as_json:
+                listed.extend(map(output.difference_json, rows))
+            else:
+                output.print_columns(rows)
             num_leaves += sum(leaf.counts for leaf in both.values())
             num_rows += len(rows)
 
         run(reading.each_pair(make_source(a, option), make_source(b, option), compare))
         leaves = output.count_of(num_leaves, "leaf", "leaves")
+        if as_json:
+            output.print_json(
+                {"equal": not num_rows, "num_leaves": num_leaves, "differences": listed}
+            )
+            raise typer.Exit(1 if num_rows else 0)
         if num_rows:
             err.print(f"{output.count_of(num_rows, 'difference', 'differences')} in {leaves}")
             raise typer.Exit(1)
@@ -267,10 +304,13 @@ def cat(
     path: PathArgument,
     object: Annotated[str, typer.Argument(help="As `ls` prints it; the rank may be left out.")],
     raw: Annotated[bool, typer.Option("--raw", help="Print all bytes, unchanged.")] = False,
+    as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
     """Print one object of a snapshot; only the beginning of long bytes, unless --raw."""
     with errors():
+        if raw and as_json:
+            raise UsageError("--raw and --json exclude each other")
         snapshot = Snapshot(path, storage_options=parse_storage_options(option), options=options())
         value = snapshot.read_object(object)
         if raw:
@@ -278,6 +318,8 @@ def cat(
             sys.stdout.flush()
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
+        elif as_json:
+            output.print_json(output.value_json(value))
         else:
             sys.stdout.write(f"{output.value_text(value)}\n")
 
@@ -359,6 +401,7 @@ def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint's path or URL.", metavar="SRC")],
     to: Annotated[str, typer.Argument(help="The snapshot to write.", metavar="DST")],
     overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
     src_option: SourceOption = None,
     dst_option: TargetOption = None,
     option: BothOption = None,
@@ -390,6 +433,17 @@ def convert(
 
         copied = Snapshot(to, storage_options=dst_options, options=options())
         run(reading.each_manifest(copied._source, count))
+        if as_json:
+            output.print_json(
+                {
+                    "url": copied.path,
+                    "format": format_of(commit),
+                    "num_tensors": num_tensors,
+                    "num_values": num_values,
+                    "nbytes": num_bytes,
+                }
+            )
+            return
         tensors = output.count_of(num_tensors, "tensor", "tensors")
         values = output.count_of(num_values, "value", "values")
         output.write_lines(
@@ -480,7 +534,9 @@ def _renames(given: list[str] | None) -> dict[str, str] | None:
 
 @app.command()
 def rm(
-    path: PathArgument,
+    paths: Annotated[
+        list[str], typer.Argument(help="Paths or URLs of snapshots.", metavar="PATH...")
+    ],
     garbage: Annotated[
         bool,
         typer.Option(
@@ -493,24 +549,52 @@ def rm(
         bool, typer.Option("--force", help="With --garbage: also attempts that may be running.")
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Delete a snapshot, or only the garbage at its path."""
+    """Delete snapshots, or only the garbage at their paths. Exit code 5 if not confirmed."""
     with errors():
-        source = make_source(path, option)
+        sources = {path: make_source(path, option) for path in paths}
         if garbage:
-            _collect(source, path, force=force, yes=yes)
+            collected = {
+                path: _collect(source, path, force=force, yes=yes, as_json=as_json)
+                for path, source in sources.items()
+            }
+            if as_json:
+                output.print_json(
+                    [
+                        {"path": path, **msgspec.to_builtins(found)}
+                        for path, found in collected.items()
+                    ]
+                )
+            if any(found.kept for found in collected.values()):
+                raise typer.Exit(5)
             return
         if force:
             raise UsageError("--force needs --garbage; to skip the question use --yes")
-        what = _what_to_delete(source, path)
+        what = [_what_to_delete(source, path) for path, source in sources.items()]
         if not yes:
-            typer.confirm(f"Delete {what}?", abort=True, err=True)
-        run(maintenance.delete(source))
-        output.write_lines([f"deleted {path}"])
+            question = f"Delete {what[0]}?"
+            if len(what) > 1:
+                for each in what:
+                    err.print(quote(output.one_line(each)))
+                question = f"Delete these {len(what)}?"
+            if not is_confirmed(question):
+                raise NotConfirmed(
+                    "not confirmed, so nothing was deleted; --yes skips the question"
+                )
+        for path, source in sources.items():
+            run(maintenance.delete(source))
+            if not as_json:
+                output.write_lines([f"deleted {path}"])
+                sys.stdout.flush()
+        if as_json:
+            output.print_json({"deleted": list(sources)})
 
 
-def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
+def _collect(
+    source: Source, path: str, *, force: bool, yes: bool, as_json: bool
+) -> maintenance.Collected:
     leftovers = run(maintenance.find_leftovers(source))
     for leftover in leftovers:
         state = "complete" if leftover.is_complete else "incomplete"
@@ -518,17 +602,18 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
         err.print(f"{leftover.attempt}  {output.size_text(leftover.nbytes)}, {age} old, {state}")
     complete = [each.attempt for each in leftovers if each.is_complete]
     doomed = [each for each in leftovers if each.is_complete and (each.is_garbage or force)]
-    is_confirmed = yes
+    may_delete = yes
     if doomed and not yes and sys.stdin.isatty():
         what = output.count_of(len(doomed), "attempt is", "attempts are")
         err.print(f"{what} complete: {quote(_recover(path))} makes a snapshot of one again.")
-        is_confirmed = typer.confirm("Delete what is complete, too?", err=True)
-    deletable = complete if is_confirmed else []
+        may_delete = is_confirmed("Delete what is complete, too?")
+    deletable = complete if may_delete else []
     report = run(maintenance.collect(source, force=force, deletable=deletable))
     if not report.deleted and not report.kept and not report.left:
         run(reading.load_commit(source))  # raises if empty
     objects = output.count_of(len(report.deleted), "object", "objects")
-    output.write_lines([f"deleted {objects} of unfinished attempts"])
+    if not as_json:
+        output.write_lines([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
         err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
     advice = f"{quote(_recover(path))} makes a snapshot of it again; --yes deletes it"
@@ -539,8 +624,7 @@ def _collect(source: Source, path: str, *, force: bool, yes: bool) -> None:
         )
     for attempt in report.kept:
         err.print(f"kept {quote(attempt)}: it is complete. {advice}")
-    if report.kept:
-        raise typer.Exit(1)
+    return report
 
 
 def _recover(path: str) -> str:
@@ -563,6 +647,7 @@ def recover(
     replace_damaged: Annotated[
         bool, typer.Option("--replace-damaged", help="Replace a damaged commit object.")
     ] = False,
+    as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
     """Write a lost commit object again, after comparing every byte. Exit code 1 if damaged."""
@@ -572,6 +657,9 @@ def recover(
         )
         with progress("verifying") as update:
             report = run(recovery.recover(make_source(path, option), call, progress=update))
+        if as_json:
+            output.print_json(msgspec.to_builtins(report))
+            return
         step = "" if report.step is None else f", step {report.step}"
         output.write_lines(
             [
@@ -591,19 +679,23 @@ def trace(
     merged: Annotated[
         str | None, typer.Option(metavar="OUT", help="Write one trace with all events.")
     ] = None,
+    as_json: JsonOption = False,
 ) -> None:
     """Show how the time of a save or restore was spent; of several ranks: one file each."""
     with errors():
         found = tracefile.merge([tracefile.read(path) for path in file])
         tables = []
-        for summary in tracefile.summaries(found):
+        summaries = tracefile.summaries(found)
+        for summary in summaries:
             tables.append((_title(summary), [*_stage_rows(summary)]))
             tables.append(("longest waits", [*_wait_rows(summary)]))
         if merged is not None:
             _write_file(merged, msgspec.json.encode(found))
         if html is not None:
             _write_file(html, tracefile.page(found, tables).encode())
-        if html is None and merged is None:
+        if as_json:
+            output.print_json(msgspec.to_builtins(summaries))
+        elif html is None and merged is None:
             for title, rows in tables:
                 output.write_lines([title])
                 output.print_columns(rows)

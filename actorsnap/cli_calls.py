@@ -1,10 +1,11 @@
-"""Arguments, calls and errors that all commands share. See ``cli`` for the exit codes."""
+"""Arguments, calls, errors and exit codes that all commands share."""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
@@ -12,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 from rich.markup import escape as quote
+from typer.core import TyperGroup
 
 from actorsnap import cli_output as output
 from actorsnap.errors import (
@@ -21,6 +23,8 @@ from actorsnap.errors import (
     NotASnapshot,
     UnsupportedFormat,
     UsageError,
+    notes_of,
+    text_of,
 )
 from actorsnap.options import Options, from_env
 from actorsnap.runtime.bars import Amount, Display
@@ -33,7 +37,23 @@ T = TypeVar("T")
 
 err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
-JsonOption = Annotated[bool, typer.Option("--json", help="For scripts.")]
+EXIT_CODES = {
+    0: "done; verify: intact; diff: equal",
+    1: "verify, recover: damaged; diff: different",
+    2: "bad usage, or no such object",
+    3: "no committed snapshot; best: no step has the metric; rm --garbage: and no garbage",
+    4: "the storage failed; damaged (except for verify); needs a newer release or a package",
+    5: "not done, or not all of it. rm: not confirmed, or complete attempts were kept; prune: a "
+    "later run began meanwhile",
+    70: "a bug, or no memory: shows a traceback",
+    130: "interrupted",
+}
+
+EPILOG = "\n\n".join(
+    ["Exit codes:", *[f"{code}: {meaning}" for code, meaning in EXIT_CODES.items()]]
+)
+
+JsonOption = Annotated[bool, typer.Option("--json", help="For scripts; also errors.")]
 PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
 StorageOption = Annotated[
     list[str] | None,
@@ -43,6 +63,47 @@ StorageOption = Annotated[
         help="Option for the storage's backend; may be repeated. JSON values are parsed.",
     ),
 ]
+
+
+class NothingFound(Exception):
+    """What the command looks for is not there."""
+
+
+class NotConfirmed(Exception):
+    """Nobody said yes."""
+
+
+class Commands(TyperGroup):
+    """With ``--json``, prints the error that ended a command also as JSON, on stdout."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[__name__] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.Exit as end:
+            if ctx.meta[__name__] and end.__cause__ is not None:
+                _print_json(end.__cause__, end.exit_code)
+            raise
+        except Exception as error:
+            # Typer brings its own copy of click, or click.
+            if ctx.meta[__name__] and hasattr(error, "format_message"):
+                _print_json(error, getattr(error, "exit_code", 2))
+            raise
+
+
+def _print_json(error: BaseException, code: int) -> None:
+    document = {
+        "type": type(error).__name__,
+        "exit_code": code,
+        "message": error.format_message() if hasattr(error, "format_message") else text_of(error),
+        "notes": notes_of(error),
+        "fields": error.fields if isinstance(error, ActorSnapError) else {},
+    }
+    sys.stdout.write(json.dumps({"error": document}, default=repr) + "\n")
+    sys.stdout.flush()
 
 
 def options() -> Options:
@@ -81,22 +142,47 @@ def run(script: Script[T]) -> T:
 
 @contextmanager
 def errors(damaged: int = 4) -> Iterator[None]:
-    """Turns errors into a line and an exit code."""
+    """Turns errors into a line and an exit code, and keeps them as its cause."""
     try:
         yield
         sys.stdout.flush()
+    except (NothingFound, NotConfirmed) as error:
+        print_error(str(error))
+        raise typer.Exit(3 if isinstance(error, NothingFound) else 5) from error
     except ActorSnapError as error:
         text = output.visible("\n".join([str(error), *getattr(error, "__notes__", ())]))
         if isinstance(error, UsageError) and "allow_pickle" in text:
             text += "\nOn the command line: set ACTORSNAP_ALLOW_PICKLE=true"
-        err.print(f"[red]error:[/] {quote(text)}")
+        print_error(text)
         raise typer.Exit(_exit_code(error, damaged)) from error
-    except KeyboardInterrupt:
-        raise typer.Exit(130) from None
+    except KeyboardInterrupt as error:
+        raise typer.Exit(130) from error
     except BrokenPipeError:
         # `| head`: the rest is not read, including buffered output.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise typer.Exit(0) from None
+    except (typer.Exit, typer.Abort):
+        raise
+    except Exception as error:
+        # Python would end with 1, which scripts take for damage.
+        sys.stderr.write(output.visible(traceback.format_exc()))
+        raise typer.Exit(70) from error
+
+
+def print_error(text: str) -> None:
+    """For people."""
+    err.print(f"[red]error:[/] {quote(output.visible(text))}")
+
+
+def is_confirmed(question: str) -> bool:
+    """Asks the user. The end of the input is a no; Ctrl-C is raised."""
+    try:
+        return typer.confirm(question, err=True)
+    except typer.Abort as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+        sys.stderr.write("\n")
+        return False
 
 
 def _exit_code(error: ActorSnapError, damaged: int) -> int:

@@ -5,57 +5,35 @@ See ``cli`` for columns and control characters.
 
 from __future__ import annotations
 
+import base64
 import json
-import re
-import shutil
+import math
 import sys
-import tempfile
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Self
+from contextlib import suppress
+from typing import Any
 
 import msgspec
 
 from actorsnap.actors.formats import format_of
 from actorsnap.errors import FormatError, UsageError
-from actorsnap.format.manifest import (
-    BytesEntry,
-    Commit,
-    CompositeEntry,
-    ContainerEntry,
-    Entry,
-    ObjectRecord,
-    RankManifest,
-    TensorEntry,
-    ValueEntry,
-    ViewEntry,
-    is_same_content,
-)
-from actorsnap.planning.index import named_entries
+from actorsnap.format.manifest import Commit, ObjectRecord, RankManifest, ViewEntry
+from actorsnap.runtime.outline import MAX_VALUE, ListedLeaf, shorten
+from actorsnap.runtime.outline import Trees as Trees
+from actorsnap.runtime.outline import describe as describe
+from actorsnap.runtime.outline import leaves_of as leaves_of
+from actorsnap.runtime.texts import age_text as age_text
+from actorsnap.runtime.texts import count_of as count_of
+from actorsnap.runtime.texts import one_line as one_line
+from actorsnap.runtime.texts import size_text as size_text
+from actorsnap.runtime.texts import visible as visible
 from actorsnap.runtime.verify import VerifyReport
-from actorsnap.state.objects import Opaque, Refused, decode_inline
 from actorsnap.state.tensors import bytes_of
-from actorsnap.state.tree import flatten, parent_of, unflatten
+from actorsnap.state.tree import flatten, unflatten
 
-_MAX_VALUE = 60
 _MAX_ALIGNED = 60
 """Widest cell that moves the next column, in characters."""
-
-_MANY_RANKS = 8
-"""Of more ranks, trees that are alike are printed once."""
-
-_SPOOL_BYTES = 16 << 20
-
-_STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-def visible(text: str) -> str:
-    """Escapes terminal control characters except line ends."""
-    return _STEERING.sub(lambda m: m[0] if m[0] == "\n" else ascii(m[0])[1:-1], text)
-
-
-def one_line(text: str) -> str:
-    return visible(text).replace("\n", "\\n")
 
 
 def write_lines(lines: Iterable[str]) -> None:
@@ -107,183 +85,6 @@ class JsonList:
 
     def end(self, after: str = "\n", indent: str = "") -> None:
         sys.stdout.write(f"]{after}" if self._is_empty else f"\n{indent}]{after}")
-
-
-def count_of(number: int, one: str, many: str) -> str:
-    return f"{number} {one if number == 1 else many}"
-
-
-def size_text(nbytes: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
-
-
-def age_text(seconds: float) -> str:
-    for unit, unit_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * unit_s:
-            return f"{seconds / unit_s:.0f} {unit}"
-    return f"{max(seconds, 0):.0f} s"
-
-
-@dataclass(slots=True)
-class ListedLeaf:
-    """An entry with its own path, and the entries that complete it."""
-
-    entry: Entry
-    parts: list[Entry] = field(default_factory=list)
-    base: Entry | None = None
-    """Of a view."""
-
-    @property
-    def counts(self) -> bool:
-        """It is a leaf of the app state, not a container."""
-        return not isinstance(self.entry, ContainerEntry)
-
-    @property
-    def nbytes(self) -> int:
-        return sum(
-            entry.data.stop - entry.data.start
-            for entry in (self.entry, *self.parts)
-            if isinstance(entry, TensorEntry | BytesEntry)
-        )
-
-    def has_values_of(self, other: ListedLeaf) -> bool:
-        """The values are equal (up to CRC32C's collisions)."""
-        ours, theirs = self._content(), other._content()
-        return len(ours) == len(theirs) and all(map(_is_same, ours, theirs))
-
-    def _content(self) -> list[Entry]:
-        entries = [self.entry, *self.parts]
-        if self.base is not None and self.base not in self.parts:
-            entries.append(self.base)
-        return entries
-
-    def as_json(self) -> dict[str, Any]:
-        entry = self.entry
-        shown = [n for n in ("type", "dtype", "shape", "value") if n in entry.__struct_fields__]
-        kind = type(entry).__struct_config__.tag
-        return {"kind": kind, **_fields(entry, *shown), "nbytes": self.nbytes}
-
-
-def _is_same(ours: Entry, theirs: Entry) -> bool:
-    if isinstance(ours, TensorEntry | BytesEntry) and isinstance(theirs, TensorEntry | BytesEntry):
-        return is_same_content(ours.data, theirs.data)
-    return ours == theirs
-
-
-def leaves_of(manifest: RankManifest) -> dict[str, ListedLeaf]:
-    """Returns containers and leaves by ``<rank>/<path>``, in order."""
-    leaves: dict[str, ListedLeaf] = {}
-    rank = manifest.rank
-    by_name = named_entries(manifest)
-    for name, entry in by_name.items():
-        if parent_of(entry.path) == entry.path:
-            base = by_name[entry.of] if isinstance(entry, ViewEntry) else None
-            leaves[f"{rank}/{name}"] = ListedLeaf(entry, base=base)
-    for entry in manifest.entries:
-        parent = parent_of(entry.path)
-        if parent != entry.path:
-            leaves[f"{rank}/{parent}"].parts.append(entry)
-    return leaves
-
-
-def describe(leaf: ListedLeaf) -> list[str]:
-    """Returns columns: the type, and size or kin."""
-    entry = leaf.entry
-    match entry:
-        case TensorEntry() | ViewEntry() | CompositeEntry():
-            cells = [f"{entry.dtype}[{', '.join(map(str, entry.shape))}]"]
-            if not isinstance(entry, ViewEntry) or leaf.parts:
-                cells.append(size_text(leaf.nbytes))
-            if isinstance(entry, TensorEntry) and entry.offsets is not None:
-                cells.append(f"at {entry.offsets} of {entry.global_shape}")
-            elif isinstance(entry, ViewEntry):
-                cells.append(f"view of {entry.of}")
-            elif isinstance(entry, CompositeEntry):
-                cells.append(entry.layout)
-            return cells
-        case BytesEntry():
-            return [entry.type, size_text(leaf.nbytes)]
-        case ValueEntry():
-            return [shorten(_value_text(entry))]
-        case ContainerEntry():
-            return [_container_text(entry)]
-    raise AssertionError(entry)
-
-
-def _container_text(entry: ContainerEntry) -> str:
-    if entry.type == "record":
-        return ".".join(map(str, decode_inline(entry.attributes, entry.path)))
-    return entry.type
-
-
-def _value_text(entry: ValueEntry) -> str:
-    if isinstance(entry.value, Refused):
-        return "refused"
-    if isinstance(entry.value, dict | list | Opaque):  # not JSON
-        return repr(decode_inline(entry.value, entry.path))
-    return json.dumps(entry.value, ensure_ascii=False)
-
-
-def shorten(text: str) -> str:
-    return text if len(text) <= _MAX_VALUE else text[: _MAX_VALUE - 3] + "..."
-
-
-@dataclass(slots=True)
-class Node:
-    """A path component."""
-
-    leaf: ListedLeaf | None = None
-    children: dict[str, Node] = field(default_factory=dict)
-    num_leaves: int = 0
-    nbytes: int = 0
-
-
-def tree_of(leaves: Mapping[str, ListedLeaf]) -> Node:
-    root = Node()
-    for path, leaf in leaves.items():
-        node = root
-        line = [root]
-        for name in path.split("/")[1:]:
-            node = node.children.setdefault(name, Node())
-            line.append(node)
-        node.leaf = leaf
-        nbytes = leaf.nbytes
-        for node in line:
-            node.num_leaves += leaf.counts
-            node.nbytes += nbytes
-    return root
-
-
-def draw_tree(root: Node, max_depth: int) -> Iterator[str]:
-    # No recursion: states may nest as deeply as Python's limit.
-    levels = [iter(root.children.items())]
-    left = [len(root.children)]
-    while levels:
-        found = next(levels[-1], None)
-        if found is None:
-            levels.pop()
-            left.pop()
-            continue
-        left[-1] -= 1
-        indent = "".join("│   " if more else "    " for more in left[:-1])
-        yield f"{indent}{'├── ' if left[-1] else '└── '}{_label(*found)}"
-        if len(levels) < max_depth:
-            levels.append(iter(found[1].children.items()))
-            left.append(len(found[1].children))
-
-
-def _label(name: str, node: Node) -> str:
-    if not node.children:
-        return "  ".join([name, *(describe(node.leaf) if node.leaf is not None else ())])
-    container = None if node.leaf is None else node.leaf.entry
-    kind = f"{_container_text(container)}, " if isinstance(container, ContainerEntry) else ""
-    return (
-        f"{name}  ({kind}{count_of(node.num_leaves, 'leaf', 'leaves')}, {size_text(node.nbytes)})"
-    )
 
 
 class JsonManifests:
@@ -373,85 +174,6 @@ def overview(path: str, commit: Commit, objects: DataObjects) -> Iterator[str]:
         yield f"metadata {json.dumps(commit.metadata, ensure_ascii=False)}"
 
 
-class Trees:
-    """The trees of all ranks, which are printed at the end; many are kept in a file.
-
-    Of many ranks, one whose leaves are those of an earlier rank, at other offsets or with other
-    values, is only counted.
-    """
-
-    def __init__(self, max_depth: int) -> None:
-        self._max_depth = max_depth
-        self._shown: dict[int, tuple[int, str]] = {}
-        self._run: tuple[int, int, tuple[int, str]] | None = None
-        self._file = tempfile.SpooledTemporaryFile(_SPOOL_BYTES, "w+", encoding="utf-8")
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
-
-    def clear(self) -> None:
-        self._file.seek(0)
-        self._file.truncate()
-        self._shown, self._run = {}, None
-
-    def add(self, commit: Commit, manifest: RankManifest) -> None:
-        rank = manifest.rank
-        alike = 0
-        if commit.world_size > _MANY_RANKS:
-            alike = hash(
-                tuple(
-                    [
-                        (entry.path, entry.dtype, entry.shape)
-                        if type(entry) is TensorEntry  # most: without a call
-                        else _outline_of(entry)
-                        for entry in manifest.entries
-                    ]
-                )
-            )
-            if (like := self._shown.get(alike)) is not None:
-                if self._run is not None and self._run[2] == like:
-                    self._run = (self._run[0], rank, like)
-                else:
-                    self._end_run()
-                    self._run = (rank, rank, like)
-                return
-        self._end_run()
-        root = tree_of(leaves_of(manifest))
-        if alike:
-            leaves = count_of(root.num_leaves, "leaf", "leaves")
-            self._shown[alike] = rank, f"{leaves}, {size_text(root.nbytes)}"
-        if commit.world_size > 1:
-            root = Node(children={f"rank {rank}": root})
-        self._file.writelines(_ended(draw_tree(root, self._max_depth)))
-
-    def print(self) -> None:
-        self._end_run()
-        self._file.seek(0)
-        shutil.copyfileobj(self._file, sys.stdout)
-
-    def _end_run(self) -> None:
-        if self._run is not None:
-            first, last, (like, sums) = self._run
-            ranks = f"rank {first}" if first == last else f"ranks {first} to {last}, each"
-            self._file.writelines(_ended([f"{ranks} like rank {like}  ({sums})"]))
-            self._run = None
-
-
-def _outline_of(entry: Entry) -> tuple[object, ...]:
-    """Returns what a tree shows of an entry that is no dense tensor, without values."""
-    match entry:
-        case BytesEntry():
-            return entry.path, entry.type, entry.data.stop - entry.data.start
-        case ContainerEntry():
-            return entry.path, _container_text(entry)
-        case ValueEntry():
-            return entry.path, ""
-    return entry.path, entry.dtype, entry.shape, type(entry)
-
-
 def describe_difference(
     path: str, left: Mapping[str, ListedLeaf], right: Mapping[str, ListedLeaf]
 ) -> list[str] | None:
@@ -470,39 +192,53 @@ def describe_difference(
     return None
 
 
-def snapshot_rows(found: dict[str, Commit | FormatError | None]) -> Iterator[list[str]]:
+def difference_json(row: Sequence[str]) -> dict[str, Any]:
+    """Returns a row of ``describe_difference`` for ``print_json``."""
+    sign, _, path = row[0].partition(" ")
+    change = {"-": "only in A", "+": "only in B", "!": "other shape or type", "~": "other values"}
+    return {"path": path, "change": change[sign], "detail": " ".join(row[1:])}
+
+
+def snapshot_rows(
+    found: Mapping[str, Commit | FormatError | None], sizes: Mapping[str, int]
+) -> Iterator[list[str]]:
+    """Yields columns: name, age, size, then what the snapshot is."""
+    now_s = time.time()
     for name, commit in found.items():
+        size = size_text(sizes[name])
         if isinstance(commit, Commit):
+            age = "-"
+            with suppress(FormatError):  # of the time only
+                age = f"{age_text(now_s - commit.created_at().timestamp())} old"
             step = [] if commit.step is None else [f"step {commit.step}"]
             metadata = [shorten(json.dumps(commit.metadata))] if commit.metadata else []
-            yield [name, commit.created, f"world size {commit.world_size}", *step, *metadata]
-        elif commit is None:
-            yield [name, "unfinished"]
+            yield [name, age, size, f"world size {commit.world_size}", *step, *metadata]
         else:
-            yield [name, f"damaged: {commit}"]
+            yield [name, "-", size, "unfinished" if commit is None else f"damaged: {commit}"]
 
 
-def snapshot_json(name: str, commit: Commit | FormatError | None) -> dict[str, Any]:
+def snapshot_json(name: str, commit: Commit | FormatError | None, nbytes: int) -> dict[str, Any]:
+    sized = {"name": name, "nbytes": nbytes}
     if isinstance(commit, Commit):
         fields = _fields(commit, "created", "world_size", "step", "metadata")
-        return {"name": name, "state": "committed", **fields}
+        return {**sized, "state": "committed", **fields}
     if commit is None:
-        return {"name": name, "state": "unfinished"}
-    return {"name": name, "state": "damaged", "detail": str(commit)}
+        return {**sized, "state": "unfinished"}
+    return {**sized, "state": "damaged", "detail": str(commit)}
 
 
 class _Shortened:
     """Prints as the beginning of long bytes."""
 
     def __init__(self, value: bytes | bytearray) -> None:
-        self._text = f"{value[: _MAX_VALUE // 4]!r}... ({size_text(len(value))})"
+        self._text = f"{value[: MAX_VALUE // 4]!r}... ({size_text(len(value))})"
 
     def __repr__(self) -> str:
         return self._text
 
 
 def _shorten_bytes(value: object) -> object:
-    is_long = isinstance(value, bytes | bytearray) and len(value) > _MAX_VALUE
+    is_long = isinstance(value, bytes | bytearray) and len(value) > MAX_VALUE
     return _Shortened(value) if is_long else value  # type: ignore[arg-type]
 
 
@@ -515,6 +251,34 @@ def value_text(value: Any) -> str:
         return repr(value)
     except (NotImplementedError, RuntimeError) as error:  # some dtypes of torch
         raise UsageError(f"the value cannot be printed; use --raw: {error}") from error
+
+
+def value_json(value: Any) -> Any:
+    """Returns a value for ``print_json``: numbers that JSON lacks as text, bytes in base64.
+
+    Raises:
+        UsageError: It cannot be shown.
+    """
+    match value:
+        case float() if not math.isfinite(value):
+            return repr(value)
+        case None | bool() | int() | float() | str():
+            return value
+        case bytes() | bytearray():
+            return {"base64": base64.b64encode(value).decode()}
+        case dict():
+            return {str(key): value_json(each) for key, each in value.items()}
+        case list() | tuple():
+            return [value_json(each) for each in value]
+    try:
+        dense = value.to_dense() if getattr(value, "is_sparse", False) else value
+        if hasattr(dense, "tolist") and hasattr(dense, "dtype"):
+            dtype = str(dense.dtype).removeprefix("torch.")
+            items = value_json(dense.tolist())
+            return {"dtype": dtype, "shape": list(dense.shape), "data": items}
+    except (NotImplementedError, RuntimeError, RecursionError) as error:
+        raise UsageError(f"the value cannot be printed; use --raw: {error}") from error
+    return {"type": type(value).__name__, "text": value_text(value)}
 
 
 def raw_bytes(value: Any) -> bytes:

@@ -22,12 +22,14 @@ from rich.markup import escape as quote
 from actorsnap import cli_output as output
 from actorsnap.cli_calls import (
     JsonOption,
+    NothingFound,
     StorageOption,
     err,
     errors,
     make_source,
     options,
     parse_storage_options,
+    print_error,
     progress,
     run,
 )
@@ -142,7 +144,7 @@ def prune(
             err.print(f"[red]not deleted[/] {quote(output.visible(f'{name}: {why}'))}")
         if done.is_superseded:
             err.print("nothing was deleted: another job began to save here; look again")
-            raise typer.Exit(1)
+            raise typer.Exit(5)
         if done.failed:
             raise typer.Exit(4)
 
@@ -162,9 +164,10 @@ def best(
         if found is None:
             _require(infos, root)
             known = sorted({name for info in infos for name in info.metrics})
-            _give_up(f"no step has the metric {metric!r}; there are: {', '.join(known) or 'none'}")
-        else:
-            _print_one(found, as_json)
+            raise NothingFound(
+                f"no step has the metric {metric!r}; there are: {', '.join(known) or 'none'}"
+            )
+        _print_one(found, as_json)
 
 
 def latest(
@@ -185,9 +188,8 @@ def latest(
             found = run(body.latest_valid(level) if valid or full else body.latest())
         if found is None:
             what = "intact " if valid or full else ""
-            _give_up(f"{body.root.url} has no {what}step that a manager saved")
-        else:
-            _print_one(found, as_json)
+            raise NothingFound(f"{body.root.url} has no {what}step that a manager saved")
+        _print_one(found, as_json)
 
 
 def save_now(
@@ -301,6 +303,9 @@ def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None
     """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is none."""
     found = run(maintenance.find_snapshots(make_source(root, option)))
     checked = [_check(root, name, commit, full, option) for name, commit in found.items()]
+    nothing = f"{root} has no committed snapshot"
+    if not checked:
+        raise NothingFound(nothing)
     if as_json:
         output.print_json(
             [
@@ -313,7 +318,8 @@ def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None
     if any(each.state == "damaged" for each in checked):
         raise typer.Exit(1)
     if not any(each.state == "ok" for each in checked):
-        _give_up(f"{root} has no committed snapshot")
+        print_error(nothing)  # the JSON is complete
+        raise typer.Exit(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -438,12 +444,9 @@ def _opened(root: str, option: list[str] | None) -> Iterator[ManagerBody]:
 
 def _require(infos: Iterable[object], root: str) -> None:
     if not any(True for _ in infos):
-        _give_up(f"{root} has no step that a manager saved; `actorsnap ls` lists other snapshots")
-
-
-def _give_up(text: str) -> None:
-    err.print(f"[red]error:[/] {quote(output.visible(text))}")
-    raise typer.Exit(3)
+        raise NothingFound(
+            f"{root} has no step that a manager saved; `actorsnap ls` lists other snapshots"
+        )
 
 
 def _print_one(info: StepInfo, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Callable, Collection, Generator, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Literal, Self
 
 from actorsnap.actors.trace import Progress
@@ -16,6 +17,7 @@ from actorsnap.runtime import (
     hugging_face,
     location,
     maintenance,
+    outline,
     reading,
     recover,
     restore,
@@ -25,6 +27,7 @@ from actorsnap.runtime import (
 from actorsnap.runtime.copy import CopyEvent, CopyReport
 from actorsnap.runtime.exporting import ExportReport
 from actorsnap.runtime.location import AppState
+from actorsnap.runtime.outline import SnapshotTree
 from actorsnap.runtime.recover import RecoverCall, RecoverReport
 from actorsnap.runtime.restore import RestorePlan, RestoreReport
 from actorsnap.runtime.save import Save
@@ -45,6 +48,9 @@ async def warm_up(nbytes: int, *, options: Options | None = None) -> None:
         UsageError: Bad input.
         MemoryError: The memory could not be allocated.
     Cancellation: Touched memory is kept.
+
+    Examples:
+        >>> await warm_up(sum(p.nbytes for p in model.parameters()))
     """
     await run_async(taking.warm_up(nbytes, options))
 
@@ -59,12 +65,14 @@ class SnapshotHandle:
         storage_options: Mapping[str, Any] | None = None,
         options: Options | None = None,
     ) -> None:
-        self._source = Source(
-            location.make_location(path, storage_options), location.resolve_options(options)
-        )
+        self._source = source_of(path, storage_options, options)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.path!r})"
+
+    def _repr_html_(self) -> str:
+        """Shows in notebooks what earlier calls of this handle have read; reads nothing."""
+        return outline.table_of(self._source)
 
     @property
     def path(self) -> str:
@@ -73,9 +81,21 @@ class SnapshotHandle:
 
     @classmethod
     def _of(cls, save: Save) -> Self:
+        return cls._at(save.source())
+
+    @classmethod
+    def _at(cls, source: Source) -> Self:
         snapshot = cls.__new__(cls)
-        snapshot._source = save.source()
+        snapshot._source = source
         return snapshot
+
+
+def source_of(
+    path: str | os.PathLike[str],
+    storage_options: Mapping[str, Any] | None,
+    options: Options | None,
+) -> Source:
+    return Source(location.make_location(path, storage_options), location.resolve_options(options))
 
 
 name_methods(SnapshotHandle, "Snapshot")
@@ -97,6 +117,10 @@ class Snapshot(SnapshotHandle):
 
     Raises:
         UsageError: A bad path or option.
+
+    Examples:
+        >>> snapshot = Snapshot("ckpt/step-1")
+        >>> snapshot = Snapshot("ckpt/step-1", options=Options(timeout_s=3600))
     """
 
     _run = staticmethod(run_async)
@@ -152,6 +176,7 @@ class Snapshot(SnapshotHandle):
                 Without it, a skipped save is not detected if all have one path.
             metadata: Any JSON object, returned by ``Snapshot.metadata``.
             storage_options: Options for the backend.
+            options: None uses the defaults and the ``ACTORSNAP_*`` variables.
             group: The ``ProcessGroup`` whose ranks save together. None: the default group or, if
                 none is initialised, the ranks that torchrun started.
             store: A c10d store (TCPStore, or a PrefixStore of it) that all ranks reach, used
@@ -168,6 +193,10 @@ class Snapshot(SnapshotHandle):
                 ``may_be_committed``.
         Cancellation: The attempt is aborted and its objects deleted before this raises, unless the
         commit was under way: then the snapshot is complete.
+
+        Examples:
+            >>> app_state = {"model": model, "optimizer": optimizer, "progress": StateDict(epoch=0)}
+            >>> snapshot = await Snapshot.take("ckpt/step-1", app_state, step=1)
         """
         call = taking.TakeCall(
             path=path,
@@ -215,16 +244,28 @@ class Snapshot(SnapshotHandle):
         optimizer's step may change. The trainer must wait for the rest with
         ``PendingSnapshot.guard`` or ``PendingSnapshot.staged``. See ``docs/saving.md``.
 
-        Args, Raises and Cancellation: as ``take``. Failures after the return are raised by
-        ``PendingSnapshot.wait``.
+        Failures after the return are raised by ``PendingSnapshot.wait``.
 
         Args:
+            path: A URL without a committed snapshot.
+            app_state: Statefuls by key.
+            replicated, overwrite, resume, step, metadata, storage_options, options, group, store:
+                See ``take``.
             stage: ``"eager"`` copies everything before this returns. ``"lazy"`` defers parameters
                 that require gradients of an ``nn.Module`` in ``app_state``, the state tensors of a
                 ``torch.optim.Optimizer``, and both for a ``ModelState``. Parameters that a fused
                 SGD trains are deferred only if it was guarded in an earlier save: its steps cannot
                 be noticed.
             progress: Shown while this call, ``PendingSnapshot.staged`` or ``wait`` waits.
+
+        Raises:
+            UsageError, ObjectExists, UnsupportedFormat, SnapshotAborted: See ``take``.
+        Cancellation: See ``take``.
+
+        Examples:
+            >>> pending = await Snapshot.async_take("ckpt/step-2", app_state, step=2)
+            >>> loss = model(batch).sum()  # the training goes on
+            >>> snapshot = await pending.wait()
         """
         call = taking.TakeCall(
             path=path,
@@ -331,6 +372,11 @@ class Snapshot(SnapshotHandle):
             StorageError: Reading failed. Tensors may be partly overwritten.
             MemoryError: A fresh tensor could not be allocated; names it. Nothing was changed.
         Cancellation: Tensors may be partly overwritten.
+
+        Examples:
+            >>> report = await Snapshot("ckpt/step-1").restore({"model": model})
+            >>> report = await snapshot.restore({"model": model}, rename="module.", strict=False)
+            >>> report.missing
         """
         return await self._run(
             restore.restore(
@@ -356,12 +402,19 @@ class Snapshot(SnapshotHandle):
     ) -> RestorePlan:
         """Reports the reads of a ``restore`` and the leaves that do not fit; changes nothing.
 
-        Called by all ranks together, with the arguments of ``restore``.
+        Called by all ranks together.
+
+        Args:
+            app_state, keys, rename, cast, group, store: See ``restore``.
 
         Raises:
             UsageError, NotASnapshot, FormatError, StorageError, MemoryError, RestoreAborted: See
                 ``restore``.
             Exception: Any error of a ``state_dict``.
+
+        Examples:
+            >>> plan = await snapshot.plan_restore({"model": model})
+            >>> print(plan.bytes_read, plan.mismatched)
         """
         return await self._run(
             restore.plan_restore(
@@ -400,6 +453,10 @@ class Snapshot(SnapshotHandle):
             UsageError: No such path; names similar ones, or the ranks that have it.
             IncompatibleState: ``out`` has another kind, dtype or shape.
             NotASnapshot, FormatError, StorageError: See ``restore``.
+
+        Examples:
+            >>> weight = await snapshot.read_object("model/weight")
+            >>> await snapshot.read_object("model/weight", out=model.weight.data)
         """
         return await self._run(
             reading.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes)
@@ -418,6 +475,10 @@ class Snapshot(SnapshotHandle):
         Raises:
             UsageError: No such rank.
             NotASnapshot, FormatError, StorageError: See ``restore``.
+
+        Examples:
+            >>> entries = await snapshot.get_manifest()
+            >>> entries["0/model/weight"].shape
         """
         return await self._run(reading.get_manifest(self._source, rank))
 
@@ -427,11 +488,67 @@ class Snapshot(SnapshotHandle):
 
         Sharded tensors are whole.
 
+        Args:
+            key: Of the app state.
+
         Raises:
             UsageError: No such key; names the existing keys, or the ranks that have it.
             NotASnapshot, FormatError, StorageError: See ``restore``.
+
+        Examples:
+            >>> state_dict = await snapshot.get_state_dict_for_key("model")
         """
         return await self._run(reading.get_state_dict_for_key(self._source, key))
+
+    @async_call
+    async def keys(self) -> list[str]:
+        """Returns the keys of the app state that any rank saved, sorted.
+
+        Raises:
+            NotASnapshot, FormatError, StorageError: See ``restore``.
+
+        Examples:
+            >>> await snapshot.keys()
+        """
+        return await self._run(reading.find_keys(self._source))
+
+    @async_call
+    async def tree(self, *, depth: int | None = None, rank: int | None = None) -> SnapshotTree:
+        """Draws what the snapshot holds: names, shapes, dtypes and sizes.
+
+        Lists of values are one line. Groups of leaves alike are shown once and counted, as an
+        optimizer has them, and so are ranks. ``get_manifest`` returns everything.
+
+        Args:
+            depth: Levels to show; below, sums only. None: all.
+            rank: Only this rank.
+
+        Returns:
+            A drawing for ``print`` and for notebooks.
+
+        Raises:
+            UsageError: A bad argument, or no such rank.
+            NotASnapshot, FormatError, StorageError: See ``restore``.
+
+        Examples:
+            >>> print(await snapshot.tree(depth=2))
+        """
+        return await self._run(outline.draw(self._source, depth=depth, rank=rank))
+
+    @async_call
+    async def exists(self) -> bool:
+        """Returns whether there is something to restore: a committed snapshot, or a checkpoint of
+        a format that is read. An unfinished save does not count.
+
+        Raises:
+            FormatError: What is there is damaged, or needs a newer release.
+            StorageError: Reading failed; it is unknown.
+
+        Examples:
+            >>> if await Snapshot("ckpt/step-1").exists():
+            ...     await Snapshot("ckpt/step-1").restore(app_state)
+        """
+        return await self._run(reading.exists(self._source))
 
     @property
     @async_call
@@ -440,6 +557,9 @@ class Snapshot(SnapshotHandle):
 
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
+
+        Examples:
+            >>> metadata = await snapshot.metadata
         """
         commit = await self._run(reading.load_commit(self._source))
         return commit.metadata
@@ -451,9 +571,57 @@ class Snapshot(SnapshotHandle):
 
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
+
+        Examples:
+            >>> step = await snapshot.step
         """
         commit = await self._run(reading.load_commit(self._source))
         return commit.step
+
+    @property
+    @async_call
+    async def created(self) -> datetime:
+        """Returns the time of the save, in UTC (``await snapshot.created``).
+
+        Of another program's checkpoint: the time of its newest file.
+
+        Raises:
+            NotASnapshot, FormatError, StorageError: See ``restore``.
+
+        Examples:
+            >>> age = datetime.now(UTC) - await snapshot.created
+        """
+        commit = await self._run(reading.load_commit(self._source))
+        return commit.created_at()
+
+    @property
+    @async_call
+    async def world_size(self) -> int:
+        """Returns the number of ranks that saved (``await snapshot.world_size``).
+
+        Raises:
+            NotASnapshot, FormatError, StorageError: See ``restore``.
+
+        Examples:
+            >>> world_size = await snapshot.world_size
+        """
+        commit = await self._run(reading.load_commit(self._source))
+        return commit.world_size
+
+    @property
+    @async_call
+    async def nbytes(self) -> int:
+        """Returns the bytes that the snapshot takes in its storage (``await snapshot.nbytes``).
+
+        With its index, and after compression. Lists its objects.
+
+        Raises:
+            NotASnapshot, FormatError, StorageError: See ``restore``.
+
+        Examples:
+            >>> print(f"{await snapshot.nbytes / 2**20:.1f} MiB")
+        """
+        return await self._run(reading.measure(self._source))
 
     @async_call
     async def verify(self, level: str = "quick") -> VerifyReport:
@@ -470,6 +638,10 @@ class Snapshot(SnapshotHandle):
                 report.
             UnsupportedFormat: Needs a newer release, or a package that is not installed.
             StorageError: Reading failed.
+
+        Examples:
+            >>> report = await snapshot.verify("full")
+            >>> print(report.ok, report.problems)
         """
         return await self._run(verify.verify(self._source, level=level))
 
@@ -493,6 +665,7 @@ class Snapshot(SnapshotHandle):
         ``timeout_s`` bounds the whole copy.
 
         Args:
+            path: The destination, in any storage.
             overwrite: Replace another committed snapshot at ``path``, which stays valid until the
                 commit.
             storage_options: Options for the backend of ``path``.
@@ -510,6 +683,10 @@ class Snapshot(SnapshotHandle):
                 snapshot to ``path`` is under way. Nothing was committed, unless the commit was not
                 answered.
         Cancellation: Nothing is committed, or the copy is complete. The next copy reuses leftovers.
+
+        Examples:
+            >>> report = await snapshot.copy_to("backup/step-1")
+            >>> print(report.copied_bytes)
         """
         to = location.make_location(path, storage_options)
         location.check_flag("overwrite", overwrite)
@@ -566,6 +743,10 @@ class Snapshot(SnapshotHandle):
         Cancellation: As after a failure, the files written are deleted. A process that dies leaves
         files that no program takes for a model: the index, or the header of a single file, is
         written last.
+
+        Examples:
+            >>> report = await snapshot.export_hf("exported", "model")
+            >>> print(report.files)
         """
         to = location.make_location(path, storage_options)
         call = hugging_face.ExportCall(
@@ -611,6 +792,9 @@ class Snapshot(SnapshotHandle):
             UnsupportedFormat: Needs a newer release, or a package that is not installed.
             StorageError: Reading or writing failed.
         Cancellation: Nothing is written, or the snapshot is recovered.
+
+        Examples:
+            >>> report = await Snapshot("copied/step-1").recover()
         """
         call = RecoverCall(
             attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
@@ -624,8 +808,47 @@ class Snapshot(SnapshotHandle):
         Raises:
             NotASnapshot: There is no snapshot; nothing was deleted.
             StorageError: Deleting failed; the remaining objects are garbage.
+        Cancellation: The snapshot is there, or the remaining objects are garbage.
+
+        Examples:
+            >>> await Snapshot("ckpt/step-1").delete()
         """
         await self._run(maintenance.delete(self._source))
+
+    # Last: in the rest of the class body, ``list`` would no longer be the type.
+    @classmethod
+    @async_call
+    async def list(
+        cls,
+        root: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> Sequence[Snapshot]:
+        """Returns the committed snapshots in a folder, one level deep, ordered by name.
+
+        Numbers in names count by value: ``step-9`` comes before ``step-10``. Unfinished saves are
+        left out; so are damaged snapshots, with a warning in the log. A ``CheckpointManager`` knows
+        more about those that it saved: ``manager.steps()``.
+
+        Args:
+            root: The folder's path or URL.
+            storage_options: Options for the backend, also of the snapshots.
+            options: Of the snapshots, too; see ``Snapshot``.
+
+        Returns:
+            Handles; none if there is no such folder.
+
+        Raises:
+            UsageError: A bad path or option.
+            StorageError: Reading failed.
+
+        Examples:
+            >>> for snapshot in await Snapshot.list("ckpt"):
+            ...     print(snapshot.path, await snapshot.step, await snapshot.created)
+        """
+        source = source_of(root, storage_options, options)
+        return [cls._at(found) for found in await run_async(maintenance.list_snapshots(source))]
 
 
 class PendingHandle:
@@ -658,11 +881,19 @@ class PendingHandle:
 
         Raises:
             UsageError: An argument is not an optimizer, or this is a forked child.
+
+        Examples:
+            >>> guard = pending.guard(optimizer)
+            >>> optimizer.step()  # waits, if it must
         """
         return taking.guard(self._save, optimizers)
 
     def done(self) -> bool:
-        """Returns whether the outcome is known."""
+        """Returns whether the outcome is known.
+
+        Examples:
+            >>> pending.done()
+        """
         return self._save.is_done()
 
     def cancel(self) -> None:
@@ -670,6 +901,9 @@ class PendingHandle:
 
         ``wait`` then raises ``SnapshotAborted`` and the written objects are deleted, unless the
         commit was faster.
+
+        Examples:
+            >>> pending.cancel()
         """
         self._save.cancel("cancelled by the caller")
 
@@ -693,6 +927,9 @@ class PendingSnapshot(PendingHandle):
         Raises:
             ActorSnapError: The save failed before.
         Cancellation: The save continues.
+
+        Examples:
+            >>> await pending.staged()
         """
         await self._run(taking.await_staged(self._save))
 
@@ -704,6 +941,9 @@ class PendingSnapshot(PendingHandle):
             ObjectExists, SnapshotAborted: See ``Snapshot.take``.
             StateChanged: A tensor was changed before its lazy staging ended.
         Cancellation: The save continues.
+
+        Examples:
+            >>> snapshot = await pending.wait()
         """
         await self._run(taking.await_pending(self._save, self._save.finished))
         return Snapshot._of(self._save)
@@ -715,5 +955,9 @@ class PendingSnapshot(PendingHandle):
         """Yields the save's progress, latest state first, up to ``committed`` or ``aborted``.
 
         A slow reader skips states. Never raises the save's error.
+
+        Examples:
+            >>> async for progress in pending.events():
+            ...     print(progress.phase, progress.stored_bytes, progress.total_bytes)
         """
         return watch_async(self._save.watched())

@@ -9,33 +9,66 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import Any, Literal
 
 from actorsnap import snapshot
 from actorsnap.actors.trace import Progress
+from actorsnap.format.manifest import Commit
 from actorsnap.options import Options
-from actorsnap.runtime import reading, taking
+from actorsnap.runtime import maintenance, reading, taking
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.script import (
     allow_in_running_loop,
     blocking_call,
+    blocking_facade,
     refuse_running_loop,
     run_blocking,
     run_sync,
     watch_sync,
 )
-from actorsnap.snapshot import PendingHandle, SnapshotHandle
+from actorsnap.snapshot import PendingHandle, SnapshotHandle, source_of
 
 __all__ = ["PendingSnapshot", "Snapshot", "allow_in_running_loop", "warm_up"]
 
 
 def warm_up(nbytes: int, *, options: Options | None = None) -> None:
-    """See ``actorsnap.warm_up``."""
+    """Prepares this rank for asynchronous saves of ``nbytes``; else the first one is slower.
+
+    Touches memory, up to ``Options.memory_budget_bytes``, and starts the uploader process if
+    ``Options.offload`` asks for it.
+
+    Raises:
+        UsageError: Bad input.
+        MemoryError: The memory could not be allocated.
+
+    Examples:
+        >>> warm_up(sum(p.nbytes for p in model.parameters()))
+    """
     run_sync(taking.warm_up(nbytes, options), name="warm_up")
 
 
+@blocking_facade(snapshot.Snapshot)
 class Snapshot(SnapshotHandle):
-    """``actorsnap.Snapshot`` for scripts."""
+    """A saved app state at a URL, for scripts. Creating a handle does no I/O.
+
+    A handle refers to its path: each call reads the commit object again. If the snapshot is
+    replaced during a call's reads, the call starts over, at most three times (it may call
+    ``state_dict()`` again), and then raises ``SnapshotReplaced``, as for a deleted snapshot.
+    ``Options.timeout_s`` bounds the reads of each call.
+
+    Args:
+        path: A local path, ``fs://``, ``memory://`` or the URL of an installed backend.
+        storage_options: Options for the backend.
+        options: None uses the defaults and the ``ACTORSNAP_*`` variables.
+
+    Raises:
+        UsageError: A bad path or option.
+
+    Examples:
+        >>> snapshot = Snapshot.take("ckpt/step-1", {"model": model}, step=1)
+        >>> report = Snapshot("ckpt/step-1").restore({"model": model})
+    """
 
     _run = staticmethod(run_blocking)
 
@@ -121,22 +154,62 @@ class Snapshot(SnapshotHandle):
     export_hf = blocking_call(snapshot.Snapshot.export_hf)
     recover = blocking_call(snapshot.Snapshot.recover)
     delete = blocking_call(snapshot.Snapshot.delete)
+    keys = blocking_call(snapshot.Snapshot.keys)
+    tree = blocking_call(snapshot.Snapshot.tree)
+    exists = blocking_call(snapshot.Snapshot.exists)
 
     @property
     def metadata(self) -> dict[str, Any]:
-        """The ``metadata`` passed to ``take``. Reads the commit object once."""
-        commit = run_sync(reading.load_commit(self._source), name="Snapshot.metadata")
-        return commit.metadata
+        """See ``actorsnap.Snapshot.metadata``."""
+        return self._commit("metadata").metadata
 
     @property
     def step(self) -> int | None:
-        """The ``step`` passed to ``take``, or None. Reads the commit object once."""
-        commit = run_sync(reading.load_commit(self._source), name="Snapshot.step")
-        return commit.step
+        """See ``actorsnap.Snapshot.step``."""
+        return self._commit("step").step
+
+    @property
+    def created(self) -> datetime:
+        """See ``actorsnap.Snapshot.created``."""
+        return self._commit("created").created_at()
+
+    @property
+    def world_size(self) -> int:
+        """See ``actorsnap.Snapshot.world_size``."""
+        return self._commit("world_size").world_size
+
+    @property
+    def nbytes(self) -> int:
+        """See ``actorsnap.Snapshot.nbytes``."""
+        return run_sync(reading.measure(self._source), name="Snapshot.nbytes")
+
+    def _commit(self, name: str) -> Commit:
+        return run_sync(reading.load_commit(self._source), name=f"Snapshot.{name}")
+
+    @classmethod
+    def list(
+        cls,
+        root: str | os.PathLike[str],
+        *,
+        storage_options: Mapping[str, Any] | None = None,
+        options: Options | None = None,
+    ) -> Sequence[Snapshot]:
+        """See ``actorsnap.Snapshot.list``."""
+        found = maintenance.list_snapshots(source_of(root, storage_options, options))
+        return [cls._at(source) for source in run_sync(found, name="Snapshot.list")]
 
 
+@blocking_facade(snapshot.PendingSnapshot)
 class PendingSnapshot(PendingHandle):
-    """``actorsnap.PendingSnapshot`` for scripts. Ctrl-C leaves the save running."""
+    """A save in progress, for scripts: ``wait`` for it, or poll ``done()``.
+
+    Without the handle the save continues, and a failure is logged as an error. At interpreter exit
+    ``Options.at_exit`` applies. Ctrl-C in a call leaves the save running.
+
+    Examples:
+        >>> pending = Snapshot.async_take("ckpt/step-2", {"model": model}, step=2)
+        >>> snapshot = pending.wait()
+    """
 
     _run = staticmethod(run_blocking)
 

@@ -14,16 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 import numpy as np
 import pytest
 import torch
 from typer.testing import CliRunner
 
 from actorsnap import Options, StateDict, cli, cli_calls
-from actorsnap.errors import ChecksumMismatch
+from actorsnap.errors import ChecksumMismatch, FormatError
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
-from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY
+from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, decode_commit, encode_commit
 from actorsnap.runtime import maintenance, reading
 from actorsnap.runtime.location import make_location
 from actorsnap.runtime.resources import Attempts
@@ -145,10 +146,12 @@ def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
     assert ended.code == 0
     rows = [line.split("\t") for line in ended.lines]
     assert [row[0] for row in rows] == ["broken", "dead", "step-1", "step-2", "step-10"]
-    assert rows[0][1].startswith("damaged: ")
-    assert rows[1][1:] == ["unfinished"]
-    assert rows[2][2:] == ["world size 1", "step 1", '{"x": 1}']
-    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[\d:.]+Z", rows[3][1])
+    assert rows[0][1:3] == ["-", "0 B"]
+    assert rows[0][3].startswith("damaged: ")
+    assert rows[1][1:] == ["-", "4 B", "unfinished"]
+    assert rows[2][3:] == ["world size 1", "step 1", '{"x": 1}']
+    assert re.fullmatch(r"\d+ s old", rows[3][1])
+    assert rows[3][2] == "1.2 MiB"
 
 
 def test_numbers_in_names_are_sorted_by_value(tmp_path: Path) -> None:
@@ -180,6 +183,13 @@ def test_ls_json(saved: Path, tmp_path: Path, unfinished: Path) -> None:
     }
     assert (found["s"]["world_size"], found["s"]["metadata"]) == (1, {"step": 7})
     assert found["s"]["step"] is None
+    nbytes = sum(path.stat().st_size for path in saved.glob("*/**/*") if path.is_file())
+    assert found["s"]["nbytes"] == Snapshot(saved).nbytes == nbytes
+    # Of the snapshot, not of what else is in its folder.
+    shutil.copytree(next(unfinished.iterdir()), saved / next(unfinished.iterdir()).name)
+    found_again = json.loads(run("ls", "--json", tmp_path).out)
+    assert {item["name"]: item["nbytes"] for item in found_again}["s"] == nbytes
+    assert (found["dead"]["nbytes"], found["broken"]["nbytes"]) == (4, 0)
 
 
 def test_all_commands_count_the_same_leaves(saved: Path) -> None:
@@ -188,6 +198,16 @@ def test_all_commands_count_the_same_leaves(saved: Path) -> None:
         assert run("diff", path, path).out == f"equal: {count} leaves\n"
         tops = [line for line in run("inspect", path).lines if line[0] in "├└"]
         assert sum(map(int, re.findall(r"(\d+) lea(?:f|ves),", "\n".join(tops)))) == count
+
+
+def test_ls_where_a_time_is_none(saved: Path, tmp_path: Path) -> None:
+    """Such a snapshot can still be restored."""
+    commit = decode_commit((saved / COMMIT_KEY).read_bytes())
+    (saved / COMMIT_KEY).write_bytes(encode_commit(msgspec.structs.replace(commit, created="now")))
+    assert run("ls", tmp_path).lines[0].startswith("s\t-\t1.2 MiB\tworld size 1")
+    with pytest.raises(FormatError, match="created 'now' is no time"):
+        _ = Snapshot(saved).created
+    assert Snapshot(saved).verify().ok
 
 
 def test_ls_of_nothing(tmp_path: Path, unfinished: Path) -> None:
@@ -231,9 +251,7 @@ def test_inspect(saved: Path) -> None:
         "    ├── step  7",
         "    ├── nan  nan",
         '    ├── name  "run"',
-        "    ├── log  (list, 2 leaves, 0 B)",
-        "    │   ├── 0  1",
-        "    │   └── 1  2",
+        "    ├── log  [1, 2]",
         "    └── blob  bytes  4.9 KiB",
     ]
 
@@ -247,6 +265,41 @@ def test_inspect_says_when_fsync_was_off_and_the_step_and_stops_at_a_depth(tmp_p
         "├── model  (4 leaves, 1.1 MiB)",
         "└── progress  (6 leaves, 4.9 KiB)",
     ]
+
+
+def test_inspect_folds_what_optimizers_have_much_of(tmp_path: Path) -> None:
+    layers = torch.nn.Sequential(*[torch.nn.Linear(n + 2, n + 3) for n in range(3)])
+    optimizer = torch.optim.AdamW(layers.parameters())
+    layers(torch.ones(2)).sum().backward()
+    optimizer.step()
+    history = [{"a": 1} if n < 4 else {"b": 1} for n in range(7)]
+    Snapshot.take(tmp_path, {"o": optimizer, "s": StateDict(h=history, t=(1,), few=[{}, {}])})
+    text = run("inspect", tmp_path).out
+    shown = [line.lstrip(" │├└─") for line in text.splitlines()[2:]]
+    assert shown[2:7] == [
+        "0  (3 leaves, 52 B)",
+        "step  float32[]  4 B",
+        "exp_avg  float32[3, 2]  24 B",
+        "exp_avg_sq  float32[3, 2]  24 B",
+        "1 ... 5  (5 like 0, 15 leaves, 372 B)",
+    ]
+    assert "params  [0, 1, 2, 3, 4, 5]" in shown
+    assert "betas  (0.9, 0.999)" in shown
+    assert "t  (1,)" in shown
+    # Four alike are folded, three of another kind are not.
+    start = shown.index("h  (list, 7 leaves, 0 B)")
+    assert shown[start + 1 : start + 4] == [
+        "0  (1 leaf, 0 B)",
+        "a  1",
+        "1 ... 3  (3 like 0, 3 leaves, 0 B)",
+    ]
+    assert [line for line in shown[start + 4 :] if line.startswith(("4 ", "5 ", "6 "))] == [
+        f"{n}  (1 leaf, 0 B)" for n in (4, 5, 6)
+    ]
+    whole = run("inspect", "--all", tmp_path).out
+    assert " like " not in whole
+    assert whole.count("exp_avg_sq") == 6
+    assert str(Snapshot(tmp_path).tree()) == "\n".join(text.splitlines()[2:])
 
 
 def test_inspect_json_is_for_scripts(saved: Path) -> None:
@@ -601,16 +654,36 @@ def test_an_option_twice(saved: Path) -> None:
 
 def test_rm_asks(saved: Path) -> None:
     ended = run("rm", saved, answer="n\n")
-    assert ended.code == 1
+    assert ended.code == 5
+    assert "nothing was deleted" in ended.err
     assert f"Delete the snapshot {saved} (1.2 MiB, created 2" in ended.err
     assert Snapshot(saved).verify().ok
-    assert run("rm", saved).code == 1  # nobody answers
+    assert run("rm", saved).code == 5  # nobody answers
     assert Snapshot(saved).verify().ok
     ended = run("rm", saved, answer="y\n")
     assert ended.code == 0
     assert ended.lines[-1].endswith(f"deleted {saved}")  # after the echo of the answer
     assert not saved.exists()
     assert run("rm", "--yes", saved).code == 3
+
+
+def test_rm_of_several(saved: Path, tmp_path: Path, unfinished: Path) -> None:
+    """One question for all, and none is deleted if one is not a snapshot."""
+    other = Path(shutil.copytree(saved, tmp_path / "other"))
+    ended = run("rm", "-y", saved, unfinished, other)
+    assert (ended.code, ended.out) == (3, "")
+    ended = run("rm", saved, other, answer="n\n")
+    assert ended.code == 5
+    assert ended.err.count("Delete") == 1
+    assert "Delete these 2?" in ended.err
+    assert all(f"the snapshot {path} (1.2 MiB" in ended.err for path in (saved, other))
+    assert Snapshot(saved).exists()
+    assert Snapshot(other).exists()
+    ended = run("rm", saved, other, saved, answer="y\n")
+    assert ended.code == 0
+    assert ended.lines[-2:] == [f"deleted {saved}", f"deleted {other}"]
+    assert not saved.exists()
+    assert not other.exists()
 
 
 def test_rm_yes(saved: Path) -> None:
@@ -687,7 +760,7 @@ def without_commit(saved: Path, tmp_path: Path) -> Path:
 def test_rm_garbage_keeps_complete_attempts(without_commit: Path) -> None:
     incomplete, complete = sorted(os.listdir(without_commit))
     ended = run("rm", "--garbage", without_commit, answer="y\n")  # nobody is asked in a pipe
-    assert (ended.code, ended.out) == (1, "deleted 1 object of unfinished attempts\n")
+    assert (ended.code, ended.out) == (5, "deleted 1 object of unfinished attempts\n")
     listed, other, kept = ended.err.splitlines()
     assert re.fullmatch(rf"{incomplete}  4\.9 KiB, \d+ d old, incomplete", listed)
     assert re.fullmatch(rf"{complete}  1\.\d MiB, \d+ s old, complete", other)
@@ -696,7 +769,7 @@ def test_rm_garbage_keeps_complete_attempts(without_commit: Path) -> None:
     )
     assert kept == f"kept {complete}: it is complete. {advice}"
     assert os.listdir(without_commit) == [complete]
-    assert run("rm", "--garbage", "--force", without_commit).code == 1
+    assert run("rm", "--garbage", "--force", without_commit).code == 5
     assert os.listdir(without_commit) == [complete]
 
 
@@ -728,7 +801,7 @@ def test_rm_garbage_next_to_a_damaged_snapshot(
     )
     for more in ([], ["--force"], ["--yes", "--force"]):
         ended = run("rm", "--garbage", *more, saved)
-        assert (ended.code, ended.out) == (1, "deleted 0 objects of unfinished attempts\n")
+        assert (ended.code, ended.out) == (5, "deleted 0 objects of unfinished attempts\n")
         assert sorted(ended.err.splitlines()) == [
             f"kept {name}: it is complete. {advice}" for name in kept
         ]
@@ -745,7 +818,7 @@ def test_rm_garbage_asks_on_a_terminal(without_commit: Path, answer: str) -> Non
     assert re.search(rf"{complete} +1\.\d MiB, \d+ s old, complete", text)
     assert "1 attempt is complete" in text
     assert "Delete what is complete, too?" in text
-    assert code == (0 if answer == "y" else 1)
+    assert code == (0 if answer == "y" else 5)
     assert not (without_commit / incomplete).exists()
     assert (without_commit / complete).exists() == (answer == "n")
 
@@ -846,6 +919,106 @@ def test_help_and_version() -> None:
         assert re.search(rf"\b{name}\b", ended.out)
         assert run(name, "--help").code == 0
     assert re.fullmatch(r"actorsnap \d+\.\d+\.\d+\S*\n", run("--version").out)
+
+
+ERRORS: list[tuple[list[str], int, str]] = [
+    (["ls", "{}/no"], 3, "NotASnapshot"),
+    (["inspect", "{}/no"], 3, "NotASnapshot"),
+    (["verify", "{}/no"], 3, "NotASnapshot"),
+    (["verify", "--all", "{}/no"], 3, "NothingFound"),
+    (["diff", "{}", "{}/no"], 3, "NotASnapshot"),
+    (["cat", "{}", "model/no"], 2, "UsageError"),
+    (["cp", "{}/no", "{}/to"], 3, "NotASnapshot"),
+    (["convert", "{}/no", "{}/to"], 3, "NotASnapshot"),
+    (["export", "{}/no", "{}/to", "--to", "hf"], 3, "NotASnapshot"),
+    (["recover", "{}"], 4, "ObjectExists"),
+    (["rm", "{}/no"], 3, "NotASnapshot"),
+    (["rm", "{}"], 5, "NotConfirmed"),
+    (["trace", "{}/no"], 2, "UsageError"),
+    (["latest", "{}/no"], 3, "NothingFound"),
+    (["steps", "{}/no"], 3, "NothingFound"),
+    (["best", "{}/no", "loss"], 3, "NothingFound"),
+    (["prune", "{}/no"], 2, "UsageError"),
+    (["save-now", "{}/no"], 3, "NothingFound"),
+    (["pin", "{}/no", "1", "--reason", "x"], 2, "UsageError"),
+    (["unpin", "{}/no", "1"], 2, "UsageError"),
+    (["record", "{}/no", "1", "x"], 2, "UsageError"),
+]
+
+
+@pytest.mark.parametrize(("arguments", "code", "kind"), ERRORS)
+def test_errors_as_json(saved: Path, arguments: list[str], code: int, kind: str) -> None:
+    ended = run(*[argument.format(saved) for argument in arguments], "--json")
+    assert ended.code == code
+    error = json.loads(ended.out)["error"]
+    assert (error["type"], error["exit_code"]) == (kind, code)
+    assert error["message"]
+    assert "error: " in ended.err  # for people
+
+
+def test_every_command_has_json(saved: Path) -> None:
+    names = {command.name or command.callback.__name__ for command in cli.app.registered_commands}  # type: ignore[union-attr]
+    assert {arguments[0] for arguments, _, _ in ERRORS} == {n.replace("_", "-") for n in names}
+    for arguments in (["ls"], ["nope", saved], ["ls", saved, "--nope"]):
+        ended = run(*arguments, "--json")
+        assert (ended.code, json.loads(ended.out)["error"]["exit_code"]) == (2, 2)
+
+
+def test_results_as_json(saved: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    Snapshot.take(other, {"model": StateDict(w=torch.zeros(3, 4))})
+    found = json.loads(run("diff", saved, other, "--json").out)
+    assert (found["equal"], found["num_leaves"]) == (False, 10)
+    assert {row["path"]: row["change"] for row in found["differences"]}["0/model/w"] == (
+        "other values"
+    )
+    assert json.loads(run("diff", saved, saved, "--json").out)["differences"] == []
+    assert json.loads(run("cat", saved, "model/row", "--json").out) == {
+        **{"dtype": "float32", "shape": [4], "data": [4.0, 5.0, 6.0, 7.0]}
+    }
+    shown = json.loads(run("cat", saved, "progress", "--json").out)
+    assert (shown["nan"], shown["log"], set(shown["blob"])) == ("nan", [1, 2], {"base64"})
+    assert run("cat", saved, "progress", "--json", "--raw").code == 2
+    torch.save({"w": torch.ones(2), "n": 1}, tmp_path / "x.pt")
+    converted = json.loads(run("convert", tmp_path / "x.pt", tmp_path / "y", "--json").out)
+    assert (converted["num_tensors"], converted["num_values"], converted["nbytes"]) == (1, 1, 8)
+    (other / COMMIT_KEY).unlink()
+    recovered = json.loads(run("recover", "--force", other, "--json").out)
+    assert recovered["world_size"] == 1
+    assert json.loads(run("rm", "-y", other, "--json").out) == {"deleted": [str(other)]}
+    (collected,) = json.loads(run("rm", "--garbage", saved, "--json").out)
+    assert collected["path"] == str(saved)
+    assert collected["deleted"] == []
+
+
+def test_a_bug_is_no_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python would end with 1, on which a script might delete a snapshot."""
+
+    def fail(*_: object, **__: object) -> None:
+        raise MemoryError("all of it is used")
+
+    monkeypatch.setattr(cli_calls, "run_sync", fail)
+    ended = run("verify", saved, "--json")
+    assert ended.code == 70
+    assert json.loads(ended.out)["error"]["type"] == "MemoryError"
+    assert "Traceback" in ended.err
+
+
+def test_exit_codes_are_in_the_help_and_the_docs() -> None:
+    text = " ".join(run("--help").out.split())
+    pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
+    (page,) = [page for page in pages if "| exit code |" in page]
+    for code, meaning in cli_calls.EXIT_CODES.items():
+        assert f"{code}: {meaning}" in text
+        assert f"| {code} | {meaning} |" in page
+
+
+def test_shell_completion() -> None:
+    request = {"_ACTORSNAP_COMPLETE": "complete_bash", "COMP_CWORD": "1"}
+    ended = CliRunner().invoke(
+        cli.app, env={**request, "COMP_WORDS": "actorsnap in"}, prog_name="actorsnap"
+    )
+    assert (ended.exit_code, ended.stdout.split()) == (0, ["inspect"])
 
 
 def test_an_interrupt(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:

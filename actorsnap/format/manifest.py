@@ -8,6 +8,7 @@ bytes.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from datetime import datetime
 from math import isfinite
 from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeAlias
 
@@ -150,6 +151,20 @@ class Commit(Strict, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_N
     def record(self, rank: int) -> ManifestRecord | None:
         """Returns what an older commit object says of a rank's manifest."""
         return self.manifests[rank] if self.manifests else None
+
+    def created_at(self) -> datetime:
+        """Returns ``created``.
+
+        Raises:
+            FormatError: It is no time with a time zone. No reason to refuse a restore.
+        """
+        try:
+            found = datetime.fromisoformat(self.created)
+        except ValueError:
+            found = None
+        if found is None or found.tzinfo is None:
+            fail(COMMIT_KEY, f"created {self.created!r:.100} is no time with a time zone")
+        return found
 
     def with_values(self) -> Commit:
         """Returns the commit object of a snapshot that needs the feature ``values``."""

@@ -6,6 +6,7 @@ from collections.abc import Generator, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self
 
+from actorsnap import manager
 from actorsnap.format.steps import StepName
 from actorsnap.manager import (
     Decision,
@@ -26,7 +27,7 @@ from actorsnap.manager.events import EventReader, ManagerEvent
 from actorsnap.manager.looking import Until
 from actorsnap.manager.results import Metrics
 from actorsnap.runtime.location import AppState
-from actorsnap.runtime.script import follow_sync, refuse_running_loop, run_sync
+from actorsnap.runtime.script import blocking_facade, follow_sync, refuse_running_loop, run_sync
 from actorsnap.sync import PendingSnapshot, Snapshot
 
 __all__ = [
@@ -41,6 +42,7 @@ __all__ = [
 ]
 
 
+@blocking_facade(manager.CheckpointManager)
 class CheckpointManager(ManagerHandle):
     """``actorsnap.manager.CheckpointManager`` for scripts."""
 

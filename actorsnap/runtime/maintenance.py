@@ -28,7 +28,7 @@ from actorsnap.log import Log
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
-from actorsnap.storage.base import ObjectInfo, Storage, for_each
+from actorsnap.storage.base import ObjectInfo, Storage, for_each, size_below
 
 logger = Log(__name__)
 
@@ -114,7 +114,7 @@ def find_leftovers(source: Source) -> Script[list[Leftover]]:
         storage, run_blocking = opened.storage, opened.errands.run_blocking
         return Leftover(
             attempt=name,
-            nbytes=sum([info.size async for info in storage.list(f"{name}/")]),
+            nbytes=await size_below(storage, f"{name}/"),
             created_s=attempt.created_s,
             is_complete=await is_complete(storage, run_blocking, name),
             is_garbage=is_garbage,
@@ -145,6 +145,47 @@ def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | No
 
         await for_each(await storage.list_folders(), look, at_once=MAX_SMALL_READS)
         return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+
+    return (yield from source.perform("list", perform))
+
+
+def list_snapshots(source: Source) -> Script[list[Source]]:
+    """Returns the committed snapshots one level below the URL. Damaged ones are logged."""
+    found = yield from find_snapshots(source)
+    sources = []
+    for name, commit in found.items():
+        if isinstance(commit, Commit):
+            sources.append(source.below(name))
+            sources[-1].note(commit)
+        elif commit is not None:
+            logger.warning("%s: left out, because it is damaged: %s", name, commit)
+    return sources
+
+
+def measure_snapshots(
+    source: Source, found: Mapping[str, Commit | FormatError | None]
+) -> Script[dict[str, int]]:
+    """Returns the bytes of what ``find_snapshots`` has found: of a snapshot, those of its objects;
+    else those of all attempts.
+    """
+
+    async def perform(opened: OpenSource) -> dict[str, int]:
+        sizes: dict[str, int] = {}
+
+        async def measure(name: str) -> None:
+            commit = found[name]
+            if isinstance(commit, Commit):
+                attempts = [commit.attempt]
+            else:
+                attempts = [
+                    each for each in await opened.storage.list_folders(name) if Attempt.parse(each)
+                ]
+            sizes[name] = sum(
+                [await size_below(opened.storage, f"{name}/{each}/") for each in attempts]
+            )
+
+        await for_each(found, measure, at_once=MAX_SMALL_READS)
+        return sizes
 
     return (yield from source.perform("list", perform))
 

@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.fetcher import RangeRequest
-from actorsnap.errors import UsageError, did_you_mean
+from actorsnap.errors import NotASnapshot, UsageError, did_you_mean
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.manifest import Commit, Entry, RankManifest
 from actorsnap.log import Log
@@ -29,8 +29,8 @@ from actorsnap.state.restore.aliasing import mark_written
 from actorsnap.state.restore.build import KeyRestore, prepare, read_one, resolve
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.restore.reads import Reads
-from actorsnap.state.tree import escape
-from actorsnap.storage.base import for_each
+from actorsnap.state.tree import escape, unescape
+from actorsnap.storage.base import for_each, size_below
 
 logger = Log(__name__)
 
@@ -40,7 +40,43 @@ P = ParamSpec("P")
 
 @begins_anew
 def load_commit(source: Source) -> Script[Commit]:
-    return (yield from source.perform("read", lambda opened: opened.reader.commit()))
+    commit = yield from source.perform("read", lambda opened: opened.reader.commit())
+    source.note(commit)
+    return commit
+
+
+def exists(source: Source) -> Script[bool]:
+    """Whether something can be restored from the place; damaged or not."""
+    try:
+        yield from load_commit(source)
+    except NotASnapshot:
+        return False
+    return True
+
+
+@begins_anew
+def measure(source: Source) -> Script[int]:
+    """Returns the bytes that a snapshot takes in its storage: of its own objects only."""
+
+    async def perform(opened: OpenSource) -> int:
+        commit, foreign = await opened.reader.commit(), opened.reader.foreign
+        nbytes = (
+            await size_below(opened.storage, f"{commit.attempt}/")
+            if foreign is None
+            else sum(info.size for info in foreign.files.values())
+        )
+        source.note(commit, nbytes)
+        return nbytes
+
+    return (yield from source.perform("list", perform))
+
+
+@begins_anew
+def find_keys(source: Source) -> Script[list[str]]:
+    """Returns the top-level keys that any rank saved."""
+    index = (yield from _begin(source, 0)).index
+    held = {path.partition("/")[0] for path in index.held_by_other_ranks}
+    return sorted({*entries_by_key(index.entries), *[str(unescape(token)) for token in held]})
 
 
 @begins_anew
@@ -62,6 +98,7 @@ def each_manifest(
     async def perform(opened: OpenSource) -> Commit:
         reader = opened.reader
         commit = await reader.commit()
+        source.note(commit)
         if rank is not None and not 0 <= rank < commit.world_size:
             raise UsageError(f"the snapshot has the ranks 0 to {commit.world_size - 1}, not {rank}")
 

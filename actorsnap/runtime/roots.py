@@ -11,7 +11,6 @@ import time
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime
 from functools import partial
 
 import anyio
@@ -435,7 +434,7 @@ def stored_step(name: StepName, commit: Commit, facts: Facts | None = None) -> S
     late = {} if facts is None else facts.metrics
     return StoredStep(
         name=name,
-        created_s=datetime.fromisoformat(commit.created).timestamp(),
+        created_s=commit.created_at().timestamp(),
         metrics={
             key: number
             for key, value in {**(metrics if isinstance(metrics, dict) else {}), **late}.items()

@@ -10,6 +10,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import re
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
@@ -24,6 +25,7 @@ from actorsnap.errors import ActorSnapError, UsageError
 from actorsnap.log import Log
 from actorsnap.options import may_block_running_loop
 from actorsnap.runtime.host import Call, Host, Script, check_not_forked, wait_done
+from actorsnap.runtime.tracebacks import shorten
 from actorsnap.storage.registry import without_secrets
 
 T = TypeVar("T")
@@ -247,6 +249,53 @@ def blocking_call(
     return call
 
 
+def blocking_facade(of: type) -> Callable[[type[T]], type[T]]:
+    """Completes a class whose methods are those of an async one, but block.
+
+    Methods get the docstrings of their async twins, and short tracebacks (``tracebacks``).
+    """
+
+    def complete(facade: type[T]) -> type[T]:
+        for name, value in list(vars(facade).items()):
+            if name.startswith("_") and name not in ("__enter__", "__exit__"):
+                continue
+            is_public = not name.startswith("_")
+            doc = _blocking_doc(inspect.getdoc(getattr(of, name))) if is_public else None
+            if isinstance(value, property) and value.fget is not None:
+                short = property(_short(value.fget, doc), doc=doc)
+                setattr(facade, name, short)
+            elif isinstance(value, classmethod):
+                setattr(facade, name, classmethod(_short(value.__func__, doc)))
+            elif inspect.isfunction(value):
+                setattr(facade, name, _short(value, doc))
+        return facade
+
+    return complete
+
+
+def _short(function: Callable[P, T], doc: str | None) -> Callable[P, T]:
+    """Returns the function with short tracebacks, and another docstring."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except Exception as error:
+            shorten(error)
+            raise  # without this frame
+
+    call.__doc__ = doc or function.__doc__
+    return call
+
+
+_AWAITED = re.compile(r"\b(?:await |async (?=with |for ))")
+
+
+def _blocking_doc(doc: str | None) -> str | None:
+    """Returns the docstring of an async call for the blocking one."""
+    return doc and _AWAITED.sub("", doc).replace("Cancellation", "Ctrl-C")
+
+
 async def run_on_loop(host: Host, script: Script[T]) -> T:
     """Runs a script as a part of other work on the runtime's loop; it must not block."""
     try:
@@ -351,6 +400,13 @@ _CALLS = {
     ),
     "Snapshot.metadata": (f"metadata = await {_SNAPSHOT}.metadata", "nothing was read"),
     "Snapshot.step": (f"step = await {_SNAPSHOT}.step", "nothing was read"),
+    "Snapshot.exists": (f"if await {_SNAPSHOT}.exists():", "nothing was looked for"),
+    "Snapshot.created": (f"created = await {_SNAPSHOT}.created", "nothing was read"),
+    "Snapshot.world_size": (f"world_size = await {_SNAPSHOT}.world_size", "nothing was read"),
+    "Snapshot.nbytes": (f"nbytes = await {_SNAPSHOT}.nbytes", "nothing was read"),
+    "Snapshot.keys": (f"keys = await {_SNAPSHOT}.keys()", "nothing was read"),
+    "Snapshot.tree": (f"print(await {_SNAPSHOT}.tree())", "nothing was read"),
+    "Snapshot.list": ("snapshots = await actorsnap.Snapshot.list(...)", "nothing was read"),
     "Snapshot.verify": (f"report = await {_SNAPSHOT}.verify()", "nothing was verified"),
     "Snapshot.copy_to": (f"report = await {_SNAPSHOT}.copy_to(...)", "nothing was copied"),
     "Snapshot.recover": (f"report = await {_SNAPSHOT}.recover()", "nothing was recovered"),
@@ -408,11 +464,24 @@ class AsyncCall(Coroutine[Any, Any, T]):
 
     def __await__(self) -> Generator[Any, Any, T]:
         self._is_awaited = True
-        return self._coroutine.__await__()
+        return self._outcome()
+
+    def _outcome(self) -> Generator[Any, Any, T]:
+        try:
+            return (yield from self._coroutine.__await__())
+        except Exception as error:
+            shorten(error)
+            raise  # without this frame
 
     def send(self, value: Any, /) -> Any:
         self._is_awaited = True
-        return self._coroutine.send(value)
+        try:
+            return self._coroutine.send(value)
+        except StopIteration:
+            raise
+        except Exception as error:
+            shorten(error)
+            raise  # without this frame
 
     def throw(
         self,
@@ -463,8 +532,9 @@ class AsyncCall(Coroutine[Any, Any, T]):
         subject = ""
         if "self" in arguments:
             subject = repr(arguments["self"].path)
-        elif "path" in arguments:
-            subject = repr(without_secrets(str(arguments["path"])))
+        elif "path" in arguments or "root" in arguments:
+            path = arguments.get("path", arguments.get("root"))
+            subject = repr(without_secrets(str(path)))
         return f"{self.__qualname__}({subject})"
 
     def _hint(self) -> str:

@@ -48,8 +48,14 @@ _MAX_TRIES = 3
 
 @dataclass(slots=True)
 class _Cache:
-    """The index as last read; shared by copies of a ``Source``."""
+    """The index as last read; shared by copies of a ``Source``.
 
+    Attributes:
+        commit, nbytes: As last read, also if no index was.
+    """
+
+    commit: Commit | None = None
+    nbytes: int | None = None
     index: tuple[Commit, dict[int, RankManifest]] | None = None
     foreign: OpenForeign | None = None
     views: dict[int, Index] = field(default_factory=dict)
@@ -106,6 +112,23 @@ class Source:
         source = copy(self)
         source._is_one_call = True
         return source
+
+    @property
+    def seen(self) -> tuple[Commit | None, int | None]:
+        """The commit object and the size as last read; maybe outdated."""
+        return self._cache.commit, self._cache.nbytes
+
+    def note(self, commit: Commit, nbytes: int | None = None) -> None:
+        """Keeps what was read, for ``seen``."""
+        cache = self._cache
+        if nbytes is not None or cache.commit != commit:
+            cache.commit, cache.nbytes = commit, nbytes
+
+    def below(self, name: str) -> Source:
+        """Returns the place of a folder at this one."""
+        location = self.location
+        urls = [f"{url.rstrip('/')}/{name}" for url in (location.url, location.display_url)]
+        return Source(replace(location, url=urls[0], display_url=urls[1]), self.options)
 
     def _begin(self) -> float:
         """Returns the deadline of a new operation."""
@@ -242,6 +265,7 @@ class Source:
         """
         reader, run_blocking = opened.reader, opened.errands.run_blocking
         commit = await reader.commit()
+        self.note(commit)
         if commit.world_size <= partial_index.FEW_RANKS:
             _, manifests = await self._index(reader, commit)
             if len(manifests) == 1:

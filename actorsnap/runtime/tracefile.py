@@ -8,13 +8,11 @@ of several ranks can be merged. ``summaries`` and ``page`` show what a file cont
 from __future__ import annotations
 
 import errno
-import html
 import os
 import secrets
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib.resources import files
 from itertools import chain, repeat
 from typing import Annotated, Any, TypeAlias
 
@@ -22,6 +20,7 @@ import msgspec
 
 from actorsnap.actors.trace import Recorder, is_wait
 from actorsnap.errors import UsageError
+from actorsnap.runtime import pages
 
 _VERSION = 1
 
@@ -369,17 +368,4 @@ def page(trace: TraceFile, tables: Iterable[tuple[str, Sequence[Sequence[str]]]]
     Args:
         tables: Above the trace: title and rows, the header first.
     """
-    template = files("actorsnap.runtime").joinpath("timeline.html").read_text("utf-8")
-    # "</script" would end the script, even in a string.
-    events = msgspec.json.encode(trace.trace_events).decode().replace("<", "\\u003c")
-    # Last: the escaped events cannot contain the placeholder.
-    filled = template.replace("/*events*/[]", events)
-    return filled.replace("<!--tables-->", "".join(_table(*table) for table in tables))
-
-
-def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
-    lines = []
-    for number, row in enumerate(rows):
-        tag = "th" if number == 0 else "td"
-        lines.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row))
-    return f"<h2>{html.escape(title)}</h2>\n<table>\n" + "\n".join(lines) + "\n</table>\n"
+    return pages.fill("timeline.html", trace.trace_events, tables)

@@ -485,6 +485,11 @@ class StorageFactory(Protocol):
     def __call__(self, url: str, context: StorageContext) -> Storage: ...
 
 
+async def size_below(storage: Storage, prefix: str) -> int:
+    """Returns the bytes of all objects whose keys begin with ``prefix``."""
+    return sum([info.size async for info in storage.list(prefix)])
+
+
 async def for_each(
     items: Iterable[T], perform: Callable[[T], Awaitable[object]], *, at_once: int
 ) -> None:

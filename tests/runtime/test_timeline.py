@@ -166,7 +166,7 @@ def test_the_command_shows_a_table(tmp_path: Path) -> None:
 
 
 def test_the_page_needs_nothing_else_and_runs_nothing_of_the_trace(tmp_path: Path) -> None:
-    evil = "</script><script>alert(1)</script>/*events*/[]<!--tables-->"
+    evil = "</script><script>alert(1)</script>/*data*/null<!--tables-->"
     files = [tmp_path / "0.json", tmp_path / "1.json"]
     for rank, file in enumerate(files):
         tracefile.write(str(file), a_trace(rank=rank, url=evil))

@@ -1,0 +1,65 @@
+"""Makes tracebacks of public calls short: they end where the user's code called actorsnap.
+
+An error of actorsnap is complete in its message, fields, notes and causes; a user who reads 25
+frames of a runtime before it learns nothing more. Errors of user code that actorsnap called
+(``load_state_dict``) keep the frames of that code. Other errors are bugs, and keep all frames.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import TracebackType
+
+from actorsnap.errors import ActorSnapError
+from actorsnap.log import Log
+
+logger = Log(__name__)
+
+_OURS = "actorsnap"
+_PLUMBING = ("anyio", "asyncio", "concurrent", "contextlib", "threading")
+"""Top-level modules whose frames are dropped between frames of ours."""
+
+
+def shorten(error: Exception) -> None:
+    """Drops frames of actorsnap from the tracebacks of an error and of its causes.
+
+    The whole traceback is logged at DEBUG. Nothing else of the errors is changed.
+    """
+    frames = list(_frames(error.__traceback__))
+    if not isinstance(error, ActorSnapError) and (not frames or _is_ours(frames[-1])):
+        return
+    logger.debug("the whole traceback of the next error", exc_info=error)
+    seen: set[int] = set()
+    each: BaseException | None = error
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        if each is error or isinstance(each, ActorSnapError):
+            each.__traceback__ = _without_ours(each.__traceback__)
+        each = each.__cause__
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    is_inside = True
+    for each in _frames(traceback):
+        is_inside = _is_ours(each) or (is_inside and _top_module(each) in _PLUMBING)
+        if not is_inside:
+            kept.append(each)
+    found: TracebackType | None = None
+    for each in reversed(kept):
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found
+
+
+def _is_ours(traceback: TracebackType) -> bool:
+    return _top_module(traceback) == _OURS
+
+
+def _top_module(traceback: TracebackType) -> str:
+    return str(traceback.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
