@@ -48,6 +48,7 @@ from actorsnap.errors import (
     SnapshotReplaced,
     UsageError,
 )
+from actorsnap.format.layout import MAX_SHARD_BYTES
 from actorsnap.format.manifest import (
     BytesEntry,
     Commit,
@@ -57,16 +58,15 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.interop import exports
 from actorsnap.release import RELEASE
+from actorsnap.runtime import copy as copying
 from actorsnap.runtime import maintenance, reading, tracefile
 from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.copy import CopyEvent, CopyEventKind
-from actorsnap.runtime.hugging_face import MAX_SHARD_BYTES
+from actorsnap.runtime.location import Location, make_location
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.verify import VerifyReport
-from actorsnap.sync import Snapshot
 
 
 class ExportFormat(StrEnum):
@@ -270,6 +270,8 @@ def cat(
     option: StorageOption = None,
 ) -> None:
     """Print one object of a snapshot; only the beginning of long bytes, unless --raw."""
+    from actorsnap.sync import Snapshot  # torch
+
     with errors():
         snapshot = Snapshot(path, storage_options=parse_storage_options(option), options=options())
         value = snapshot.read_object(object)
@@ -301,16 +303,17 @@ BothOption = Annotated[
 
 def _both_sides(
     source: str,
+    to: str,
     src_option: list[str] | None,
     dst_option: list[str] | None,
     option: list[str] | None,
-) -> tuple[Snapshot, dict[str, Any]]:
-    """Returns the source, and the storage options of the destination."""
+) -> tuple[Source, Location]:
     both = parse_storage_options(option)
-    snapshot = Snapshot(
-        source, storage_options=both | parse_storage_options(src_option), options=options()
+    location = make_location(source, both | parse_storage_options(src_option))
+    return (
+        Source(location, options()),
+        make_location(to, both | parse_storage_options(dst_option)),
     )
-    return snapshot, both | parse_storage_options(dst_option)
 
 
 @app.command()
@@ -327,7 +330,7 @@ def cp(
 ) -> None:
     """Copy a snapshot; an interrupted copy continues. Other formats are converted."""
     with errors():
-        snapshot, dst_options = _both_sides(source, src_option, dst_option, option)
+        source_there, target = _both_sides(source, to, src_option, dst_option, option)
         with progress("copying") as update:
 
             def show(event: CopyEvent) -> None:
@@ -336,12 +339,7 @@ def cp(
                     sys.stdout.write(json.dumps(msgspec.to_builtins(event)) + "\n")
                     sys.stdout.flush()
 
-            report = snapshot.copy_to(
-                to,
-                overwrite=overwrite,
-                storage_options=dst_options,
-                on_event=show,
-            )
+            report = run(copying.copy(source_there, target, overwrite=overwrite, on_event=show))
         if as_json:
             output.write_lines([json.dumps({"kind": "done", **msgspec.to_builtins(report)})])
         elif report.was_there:
@@ -368,14 +366,16 @@ def convert(
     As `cp`, with a summary.
     """
     with errors():
-        snapshot, dst_options = _both_sides(source, src_option, dst_option, option)
-        commit = run(reading.load_commit(snapshot._source))
+        source_there, target = _both_sides(source, to, src_option, dst_option, option)
+        commit = run(reading.load_commit(source_there))
         with progress("converting") as update:
-            snapshot.copy_to(
-                to,
-                overwrite=overwrite,
-                storage_options=dst_options,
-                on_event=lambda event: update(event.done_bytes, event.total_bytes),
+            run(
+                copying.copy(
+                    source_there,
+                    target,
+                    overwrite=overwrite,
+                    on_event=lambda event: update(event.done_bytes, event.total_bytes),
+                )
             )
         num_tensors = num_values = num_bytes = 0
 
@@ -388,8 +388,7 @@ def convert(
                 if isinstance(entry, TensorEntry | BytesEntry):
                     num_bytes += entry.data.stop - entry.data.start
 
-        copied = Snapshot(to, storage_options=dst_options, options=options())
-        run(reading.each_manifest(copied._source, count))
+        run(reading.each_manifest(Source(target, options()), count))
         tensors = output.count_of(num_tensors, "tensor", "tensors")
         values = output.count_of(num_values, "value", "values")
         output.write_lines(
@@ -436,12 +435,17 @@ def export(
     option: BothOption = None,
 ) -> None:
     """Write a snapshot in the format of another program."""
+    from actorsnap.interop import exports  # torch
+    from actorsnap.sync import Snapshot
+
     with errors():
-        snapshot, dst_options = _both_sides(source, src_option, dst_option, option)
+        both = parse_storage_options(option)
+        src_options = both | parse_storage_options(src_option)
+        snapshot = Snapshot(source, storage_options=src_options, options=options())
         common: dict[str, Any] = {
             "rename": _renames(rename),
             "overwrite": overwrite,
-            "storage_options": dst_options,
+            "storage_options": both | parse_storage_options(dst_option),
             "progress": sys.stderr.isatty(),
         }
         if format is ExportFormat.HF:

@@ -12,7 +12,7 @@ import sys
 import tempfile
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import msgspec
 
@@ -32,10 +32,11 @@ from actorsnap.format.manifest import (
     is_same_content,
 )
 from actorsnap.planning.index import named_entries
-from actorsnap.runtime.verify import VerifyReport
 from actorsnap.state.objects import Opaque, Refused, decode_inline
-from actorsnap.state.tensors import bytes_of
 from actorsnap.state.tree import flatten, parent_of, unflatten
+
+if TYPE_CHECKING:
+    from actorsnap.runtime.verify import VerifyReport
 
 _MAX_VALUE = 60
 _MAX_ALIGNED = 60
@@ -523,6 +524,8 @@ def raw_bytes(value: Any) -> bytes:
             return bytes(value)
         case str():
             return value.encode("utf-8", "surrogatepass")
+    from actorsnap.state.tensors import bytes_of  # torch
+
     try:
         return bytes(bytes_of(value))
     except Exception as error:

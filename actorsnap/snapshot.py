@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 from actorsnap.actors.trace import Progress
 from actorsnap.errors import name_methods
+from actorsnap.format.layout import MAX_SHARD_BYTES
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
 from actorsnap.planning.renaming import Rename
@@ -20,6 +21,7 @@ from actorsnap.runtime import (
     recover,
     restore,
     taking,
+    value_reading,
     verify,
 )
 from actorsnap.runtime.copy import CopyEvent, CopyReport
@@ -402,7 +404,9 @@ class Snapshot(SnapshotHandle):
             NotASnapshot, FormatError, StorageError: See ``restore``.
         """
         return await self._run(
-            reading.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes)
+            value_reading.read_object(
+                self._source, path, out, memory_budget_bytes=memory_budget_bytes
+            )
         )
 
     @async_call
@@ -431,7 +435,7 @@ class Snapshot(SnapshotHandle):
             UsageError: No such key; names the existing keys, or the ranks that have it.
             NotASnapshot, FormatError, StorageError: See ``restore``.
         """
-        return await self._run(reading.get_state_dict_for_key(self._source, key))
+        return await self._run(value_reading.get_state_dict_for_key(self._source, key))
 
     @property
     @async_call
@@ -525,7 +529,7 @@ class Snapshot(SnapshotHandle):
         *,
         rename: Rename | None = None,
         dtype: Any = None,
-        max_shard_bytes: int = hugging_face.MAX_SHARD_BYTES,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         progress: bool = False,
