@@ -14,7 +14,6 @@ tabs. Terminal control characters are escaped. Exit codes:
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import sys
@@ -30,6 +29,7 @@ from rich.markup import escape as quote
 from actorsnap import cli_output as output
 from actorsnap import cli_roots
 from actorsnap.actors.formats import NOT_OURS, format_of
+from actorsnap.cli_app import app
 from actorsnap.cli_calls import (
     JsonOption,
     PathArgument,
@@ -58,7 +58,6 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.release import RELEASE
 from actorsnap.runtime import copy as copying
 from actorsnap.runtime import maintenance, reading, tracefile
 from actorsnap.runtime import recover as recovery
@@ -73,38 +72,6 @@ class ExportFormat(StrEnum):
     HF = "hf"
     TORCH = "torch"
     DCP = "dcp"
-
-
-app = typer.Typer(
-    add_completion=False,
-    no_args_is_help=True,
-    help="Look at, check, compare, copy, convert, export, recover and delete actorsnap snapshots.",
-    pretty_exceptions_enable=False,
-)
-
-
-def main() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # The encoding may lack characters.
-            stream.reconfigure(errors="backslashreplace")
-    app()
-
-
-def _show_version(is_wanted: bool) -> None:
-    if is_wanted:
-        typer.echo(f"actorsnap {RELEASE}")
-        raise typer.Exit
-
-
-@app.callback()
-def _common(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the release."),
-    ] = False,
-) -> None:
-    pass
 
 
 @app.command()
@@ -675,7 +642,3 @@ def _wait_rows(summary: tracefile.Summary) -> Iterator[list[str]]:
 
 
 cli_roots.register(app)
-
-
-if __name__ == "__main__":
-    main()
