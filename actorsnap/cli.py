@@ -29,7 +29,7 @@ from rich.markup import escape as quote
 from actorsnap import cli_output as output
 from actorsnap import cli_roots
 from actorsnap.actors.formats import NOT_OURS, format_of
-from actorsnap.cli_app import app
+from actorsnap.cli_app import app as app
 from actorsnap.cli_calls import (
     JsonOption,
     PathArgument,
