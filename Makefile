@@ -13,6 +13,7 @@ BENCH_ARGS ?=
 UPSTREAM_ARGS ?=
 DIR ?= upstream
 DRAFT ?= --draft
+SPDX := \# SPDX-License-Identifier: Apache-2.0
 # A file stays in one process: tests of a file share worlds and servers. Three on two cores: half of
 # the time they wait.
 PARALLEL ?= -n 3 --dist loadfile
@@ -75,11 +76,13 @@ upstream-tests: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --quiet --preview --select CPY001 .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo
 
 format: $(READY)
+	git ls-files -co --exclude-standard '*.py' | xargs grep -L '^$(SPDX)' | xargs -r sed -i '1i $(SPDX)'
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
