@@ -6,16 +6,21 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 READY := $(VENV)/.ready
 BENCH_READY := $(VENV)/.ready-bench
 FRAMEWORKS_READY := $(VENV)/.ready-frameworks
+RELEASE_READY := $(VENV)/.ready-release
+# An environment with nothing but the wheel.
+CLEAN := build/clean
 BENCH_ARGS ?=
 UPSTREAM_ARGS ?=
 DIR ?= upstream
+DRAFT ?= --draft
+SPDX := \# SPDX-License-Identifier: Apache-2.0
 # A file stays in one process: tests of a file share worlds and servers. Three on two cores: half of
 # the time they wait.
 PARALLEL ?= -n 3 --dist loadfile
 # A test that hangs fails, with all stacks; one that hangs in C takes its worker down, with all stacks.
 LIMITS := --timeout=240 -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo test test-all servers bench docs upstream-tests lint format clean
+.PHONY: demo test test-all servers bench docs changelog dist upstream-tests lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_resume.py
@@ -42,6 +47,25 @@ bench: $(BENCH_READY)
 docs: $(READY)
 	$(BIN)/python -m docs.generate_protocol
 
+# The next release's part of CHANGELOG.md, from docs/changes. `make changelog DRAFT=` writes it there,
+# and deletes the fragments.
+changelog: $(READY)
+	$(BIN)/towncrier build $(DRAFT) --yes \
+		--version "$$($(BIN)/python -c 'from actorsnap import release; print(release.RELEASE)')"
+
+# Wheel and sdist, and whether a plain install of the wheel, which the sdist builds, does its work.
+dist: $(RELEASE_READY)
+	rm -rf dist $(CLEAN)
+	$(BIN)/python -m build
+	$(BIN)/python -m twine check --strict dist/*
+	$(PYTHON) -m venv $(CLEAN)
+	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt dist/*.whl
+	cd build && clean/bin/python -I ../tests/plain_install.py
+	$(CLEAN)/bin/python -m pip --disable-pip-version-check --quiet install -c constraints.txt \
+		"$$(echo dist/*.whl)[cli]"
+	cd build && PYTHONPATH= clean/bin/actorsnap verify --full ../tests/golden/v1
+	rm -rf $(CLEAN)
+
 # PyTorch's tests of torch.distributed.checkpoint, with actorsnap.interop.dcp in place of its file
 # system writer and reader. DIR: files or folders of test/distributed/checkpoint in PyTorch's source
 # at the tag of the installed torch; put them into upstream/, which git ignores.
@@ -52,11 +76,13 @@ upstream-tests: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
+	$(BIN)/ruff check --quiet --preview --select CPY001 .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo
 
 format: $(READY)
+	git ls-files -co --exclude-standard '*.py' | xargs grep -L '^$(SPDX)' | xargs -r sed -i '1i $(SPDX)'
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -73,6 +99,10 @@ $(READY): pyproject.toml constraints.txt
 
 $(BENCH_READY): $(READY) bench/requirements.txt
 	$(PIP) install -c constraints.txt -r bench/requirements.txt
+	@touch $@
+
+$(RELEASE_READY): $(READY)
+	$(PIP) install -c constraints.txt -e '.[release]'
 	@touch $@
 
 $(FRAMEWORKS_READY): $(READY) tests/frameworks/requirements.txt

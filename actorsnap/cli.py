@@ -2,12 +2,11 @@
 
 Output goes to stdout, the rest to stderr. Columns are aligned on a terminal, otherwise separated by
 tabs. Terminal control characters are escaped. With ``--json``, stdout has JSON only: the result, or
-``{"error": ...}``. ``cli_calls.EXIT_CODES`` has the exit codes.
+``{"error": ...}``. ``cli_app.EXIT_CODES`` has the exit codes.
 """
 
 from __future__ import annotations
 
-import io
 import json
 import shlex
 import sys
@@ -23,9 +22,8 @@ from rich.markup import escape as quote
 from actorsnap import cli_output as output
 from actorsnap import cli_roots
 from actorsnap.actors.formats import NOT_OURS, format_of
+from actorsnap.cli_app import app as app
 from actorsnap.cli_calls import (
-    EPILOG,
-    Commands,
     JsonOption,
     NotConfirmed,
     PathArgument,
@@ -45,6 +43,7 @@ from actorsnap.errors import (
     SnapshotReplaced,
     UsageError,
 )
+from actorsnap.format.layout import MAX_SHARD_BYTES
 from actorsnap.format.manifest import (
     BytesEntry,
     Commit,
@@ -54,56 +53,21 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
-from actorsnap.interop import exports
-from actorsnap.release import RELEASE
+from actorsnap.runtime import copy as copying
 from actorsnap.runtime import maintenance, reading, tracefile
 from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.copy import CopyEvent, CopyEventKind
-from actorsnap.runtime.hugging_face import MAX_SHARD_BYTES
+from actorsnap.runtime.location import Location, make_location
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.treemap import Treemap
 from actorsnap.runtime.verify import VerifyReport
-from actorsnap.sync import Snapshot
 
 
 class ExportFormat(StrEnum):
     HF = "hf"
     TORCH = "torch"
     DCP = "dcp"
-
-
-app = typer.Typer(
-    cls=Commands,
-    epilog=EPILOG,
-    no_args_is_help=True,
-    help="Look at, check, compare, copy, convert, export, recover and delete actorsnap snapshots.",
-    pretty_exceptions_enable=False,
-)
-
-
-def main() -> None:
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # The encoding may lack characters.
-            stream.reconfigure(errors="backslashreplace")
-    app()
-
-
-def _show_version(is_wanted: bool) -> None:
-    if is_wanted:
-        typer.echo(f"actorsnap {RELEASE}")
-        raise typer.Exit
-
-
-@app.callback()
-def _common(
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the release."),
-    ] = False,
-) -> None:
-    pass
 
 
 @app.command()
@@ -308,6 +272,8 @@ def cat(
     option: StorageOption = None,
 ) -> None:
     """Print one object of a snapshot; only the beginning of long bytes, unless --raw."""
+    from actorsnap.sync import Snapshot  # torch
+
     with errors():
         if raw and as_json:
             raise UsageError("--raw and --json exclude each other")
@@ -343,16 +309,17 @@ BothOption = Annotated[
 
 def _both_sides(
     source: str,
+    to: str,
     src_option: list[str] | None,
     dst_option: list[str] | None,
     option: list[str] | None,
-) -> tuple[Snapshot, dict[str, Any]]:
-    """Returns the source, and the storage options of the destination."""
+) -> tuple[Source, Location]:
     both = parse_storage_options(option)
-    snapshot = Snapshot(
-        source, storage_options=both | parse_storage_options(src_option), options=options()
+    location = make_location(source, both | parse_storage_options(src_option))
+    return (
+        Source(location, options()),
+        make_location(to, both | parse_storage_options(dst_option)),
     )
-    return snapshot, both | parse_storage_options(dst_option)
 
 
 @app.command()
@@ -369,7 +336,7 @@ def cp(
 ) -> None:
     """Copy a snapshot; an interrupted copy continues. Other formats are converted."""
     with errors():
-        snapshot, dst_options = _both_sides(source, src_option, dst_option, option)
+        source_there, target = _both_sides(source, to, src_option, dst_option, option)
         with progress("copying") as update:
 
             def show(event: CopyEvent) -> None:
@@ -378,12 +345,7 @@ def cp(
                     sys.stdout.write(json.dumps(msgspec.to_builtins(event)) + "\n")
                     sys.stdout.flush()
 
-            report = snapshot.copy_to(
-                to,
-                overwrite=overwrite,
-                storage_options=dst_options,
-                on_event=show,
-            )
+            report = run(copying.copy(source_there, target, overwrite=overwrite, on_event=show))
         if as_json:
             output.write_lines([json.dumps({"kind": "done", **msgspec.to_builtins(report)})])
         elif report.was_there:
@@ -411,14 +373,16 @@ def convert(
     As `cp`, with a summary.
     """
     with errors():
-        snapshot, dst_options = _both_sides(source, src_option, dst_option, option)
-        commit = run(reading.load_commit(snapshot._source))
+        source_there, target = _both_sides(source, to, src_option, dst_option, option)
+        commit = run(reading.load_commit(source_there))
         with progress("converting") as update:
-            snapshot.copy_to(
-                to,
-                overwrite=overwrite,
-                storage_options=dst_options,
-                on_event=lambda event: update(event.done_bytes, event.total_bytes),
+            run(
+                copying.copy(
+                    source_there,
+                    target,
+                    overwrite=overwrite,
+                    on_event=lambda event: update(event.done_bytes, event.total_bytes),
+                )
             )
         num_tensors = num_values = num_bytes = 0
 
@@ -431,12 +395,12 @@ def convert(
                 if isinstance(entry, TensorEntry | BytesEntry):
                     num_bytes += entry.data.stop - entry.data.start
 
-        copied = Snapshot(to, storage_options=dst_options, options=options())
-        run(reading.each_manifest(copied._source, count))
+        copied = Source(target, options())
+        run(reading.each_manifest(copied, count))
         if as_json:
             output.print_json(
                 {
-                    "url": copied.path,
+                    "url": copied.location.url,
                     "format": format_of(commit),
                     "num_tensors": num_tensors,
                     "num_values": num_values,
@@ -490,12 +454,17 @@ def export(
     option: BothOption = None,
 ) -> None:
     """Write a snapshot in the format of another program."""
+    from actorsnap.interop import exports  # torch
+    from actorsnap.sync import Snapshot
+
     with errors():
-        snapshot, dst_options = _both_sides(source, src_option, dst_option, option)
+        both = parse_storage_options(option)
+        src_options = both | parse_storage_options(src_option)
+        snapshot = Snapshot(source, storage_options=src_options, options=options())
         common: dict[str, Any] = {
             "rename": _renames(rename),
             "overwrite": overwrite,
-            "storage_options": dst_options,
+            "storage_options": both | parse_storage_options(dst_option),
             "progress": sys.stderr.isatty(),
         }
         if format is ExportFormat.HF:
@@ -763,7 +732,3 @@ def _wait_rows(summary: tracefile.Summary) -> Iterator[list[str]]:
 
 
 cli_roots.register(app)
-
-
-if __name__ == "__main__":
-    main()

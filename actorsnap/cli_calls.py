@@ -13,7 +13,6 @@ from typing import Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 from rich.markup import escape as quote
-from typer.core import TyperGroup
 
 from actorsnap import cli_output as output
 from actorsnap.errors import (
@@ -23,8 +22,6 @@ from actorsnap.errors import (
     NotASnapshot,
     UnsupportedFormat,
     UsageError,
-    notes_of,
-    text_of,
 )
 from actorsnap.options import Options, from_env
 from actorsnap.runtime.bars import Amount, Display
@@ -36,22 +33,6 @@ from actorsnap.runtime.source import Source
 T = TypeVar("T")
 
 err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
-
-EXIT_CODES = {
-    0: "done; verify: intact; diff: equal",
-    1: "verify, recover: damaged; diff: different",
-    2: "bad usage, or no such object",
-    3: "no committed snapshot; best: no step has the metric; rm --garbage: and no garbage",
-    4: "the storage failed; damaged (except for verify); needs a newer release or a package",
-    5: "not done, or not all of it. rm: not confirmed, or complete attempts were kept; prune: a "
-    "later run began meanwhile",
-    70: "a bug, or no memory: shows a traceback",
-    130: "interrupted",
-}
-
-EPILOG = "\n\n".join(
-    ["Exit codes:", *[f"{code}: {meaning}" for code, meaning in EXIT_CODES.items()]]
-)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="For scripts; also errors.")]
 PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
@@ -71,39 +52,6 @@ class NothingFound(Exception):
 
 class NotConfirmed(Exception):
     """Nobody said yes."""
-
-
-class Commands(TyperGroup):
-    """With ``--json``, prints the error that ended a command also as JSON, on stdout."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        ctx.meta[__name__] = "--json" in args
-        return super().parse_args(ctx, args)
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except typer.Exit as end:
-            if ctx.meta[__name__] and end.__cause__ is not None:
-                _print_json(end.__cause__, end.exit_code)
-            raise
-        except Exception as error:
-            # Typer brings its own copy of click, or click.
-            if ctx.meta[__name__] and hasattr(error, "format_message"):
-                _print_json(error, getattr(error, "exit_code", 2))
-            raise
-
-
-def _print_json(error: BaseException, code: int) -> None:
-    document = {
-        "type": type(error).__name__,
-        "exit_code": code,
-        "message": error.format_message() if hasattr(error, "format_message") else text_of(error),
-        "notes": notes_of(error),
-        "fields": error.fields if isinstance(error, ActorSnapError) else {},
-    }
-    sys.stdout.write(json.dumps({"error": document}, default=repr) + "\n")
-    sys.stdout.flush()
 
 
 def options() -> Options:

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -28,9 +28,10 @@ from actorsnap.runtime.texts import count_of as count_of
 from actorsnap.runtime.texts import one_line as one_line
 from actorsnap.runtime.texts import size_text as size_text
 from actorsnap.runtime.texts import visible as visible
-from actorsnap.runtime.verify import VerifyReport
-from actorsnap.state.tensors import bytes_of
 from actorsnap.state.tree import flatten, unflatten
+
+if TYPE_CHECKING:
+    from actorsnap.runtime.verify import VerifyReport
 
 _MAX_ALIGNED = 60
 """Widest cell that moves the next column, in characters."""
@@ -287,6 +288,8 @@ def raw_bytes(value: Any) -> bytes:
             return bytes(value)
         case str():
             return value.encode("utf-8", "surrogatepass")
+    from actorsnap.state.tensors import bytes_of  # torch
+
     try:
         return bytes(bytes_of(value))
     except Exception as error:

@@ -38,16 +38,15 @@ from actorsnap.errors import FormatError, NotASnapshot, UsageError, describe
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import StepName
 from actorsnap.manager import looking
-from actorsnap.manager.body import ManagerBody
 from actorsnap.manager.inbox import put_request
 from actorsnap.manager.keeper import Keeper
-from actorsnap.manager.results import ManagerSettings, StepInfo
-from actorsnap.planning.cadence import every
-from actorsnap.planning.keeping import KeepPolicy, keep
+from actorsnap.manager.results import StepInfo
+from actorsnap.planning.keeping import KeepPolicy
 from actorsnap.planning.marks import Pin
 from actorsnap.runtime import maintenance
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.host import Script
+from actorsnap.runtime.location import make_location
 from actorsnap.runtime.roots import Root
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource
 from actorsnap.storage.base import for_each
@@ -85,12 +84,12 @@ def steps(
     """List the steps of a run and, with --keep, which of them stay and why."""
     with errors():
         policy = parse_policies(keep) if keep else None
-        with _opened(root, option) as body:
-            infos = run(body.steps(is_complete=True))
+        with _opened(root, option) as opened:
+            infos = run(looking.steps(opened, is_complete=True))
             _require(infos, root)
-            verdicts = {} if policy is None else run(_judge(body.root, policy, min_valid)).verdicts
+            verdicts = {} if policy is None else run(_judge(opened, policy, min_valid)).verdicts
             shown = [info for info in infos if all or info.state == "committed"]
-            sizes = run(_measure(body.root, [info.name for info in shown]))
+            sizes = run(_measure(opened, [info.name for info in shown]))
         if as_json:
             output.print_json(
                 [
@@ -117,12 +116,12 @@ def prune(
         if not keep:
             raise UsageError("name what stays, for example --keep last:3")
         policy = parse_policies(keep)
-        with _opened(root, option) as body:
-            infos = {info.name: info for info in run(body.steps(is_complete=True))}
+        with _opened(root, option) as opened:
+            infos = {info.name: info for info in run(looking.steps(opened, is_complete=True))}
             _require(infos, root)
-            plan = run(_judge(body.root, policy, min_valid))
-            sizes = run(_measure(body.root, plan.doomed))
-            done = run(_judge(body.root, policy, min_valid, is_dry=False)) if yes else plan
+            plan = run(_judge(opened, policy, min_valid))
+            sizes = run(_measure(opened, plan.doomed))
+            done = run(_judge(opened, policy, min_valid, is_dry=False)) if yes else plan
         if as_json:
             output.print_json(
                 {
@@ -158,9 +157,9 @@ def best(
 ) -> None:
     """Print the URL of the step with the best value of a metric. Exit code 3 if none has it."""
     with errors():
-        with _opened(root, option) as body:
-            found = run(body.best(metric, "max" if max else "min"))
-            infos = run(body.steps(is_complete=False)) if found is None else []
+        with _opened(root, option) as opened:
+            found = run(looking.best(opened, metric, "max" if max else "min"))
+            infos = run(looking.steps(opened, is_complete=False)) if found is None else []
         if found is None:
             _require(infos, root)
             known = sorted({name for info in infos for name in info.metrics})
@@ -183,12 +182,14 @@ def latest(
 ) -> None:
     """Print the URL of the newest step of a run. Exit code 3 if there is none."""
     with errors():
-        with _opened(root, option) as body:
+        with _opened(root, option) as opened:
             level = "full" if full else "quick"
-            found = run(body.latest_valid(level) if valid or full else body.latest())
+            found = run(
+                looking.latest_valid(opened, level) if valid or full else looking.latest(opened)
+            )
         if found is None:
             what = "intact " if valid or full else ""
-            raise NothingFound(f"{body.root.url} has no {what}step that a manager saved")
+            raise NothingFound(f"{opened.url} has no {what}step that a manager saved")
         _print_one(found, as_json)
 
 
@@ -199,11 +200,11 @@ def save_now(
     option: StorageOption = None,
 ) -> None:
     """Ask the job that saves to ROOT for a save soon. It must have watch_requests_s."""
-    with errors(), _opened(root, option) as body:
-        _require(run(body.steps(is_complete=True)), root)
-        run(body.root.source.perform("request", lambda opened: put_request(opened, reason)))
+    with errors(), _opened(root, option) as opened:
+        _require(run(looking.steps(opened, is_complete=True)), root)
+        run(opened.source.perform("request", lambda source: put_request(source, reason)))
         if as_json:
-            output.print_json({"root": body.root.url, "reason": reason})
+            output.print_json({"root": opened.url, "reason": reason})
         err.print(
             "the job saves after its next look for requests, if its CheckpointManager has "
             "watch_requests_s"
@@ -226,8 +227,8 @@ def pin(
     option: StorageOption = None,
 ) -> None:
     """Protect a step from every deletion."""
-    with errors(), _opened(root, option) as body:
-        pinned = run(looking.pin(body.root, _parse_step(step), reason, _parse_time(until)))
+    with errors(), _opened(root, option) as opened:
+        pinned = run(looking.pin(opened, _parse_step(step), reason, _parse_time(until)))
         if as_json:
             output.print_json(_pin_json(pinned))
         else:
@@ -244,8 +245,8 @@ def unpin(
     option: StorageOption = None,
 ) -> None:
     """Remove the pins of a step."""
-    with errors(), _opened(root, option) as body:
-        removed = run(looking.unpin(body.root, _parse_step(step), reason))
+    with errors(), _opened(root, option) as opened:
+        removed = run(looking.unpin(opened, _parse_step(step), reason))
         if as_json:
             output.print_json([_pin_json(each) for each in removed])
         else:
@@ -262,9 +263,9 @@ def record(
     option: StorageOption = None,
 ) -> None:
     """Add metrics to a step that is saved."""
-    with errors(), _opened(root, option) as body:
+    with errors(), _opened(root, option) as opened:
         numbers = dict(map(_parse_metric, metrics))
-        name = run(looking.record(body.root, _parse_step(step), numbers))
+        name = run(looking.record(opened, _parse_step(step), numbers))
         if as_json:
             output.print_json(looking.stored_metrics(numbers))
         else:
@@ -418,28 +419,16 @@ def _measure(root: Root, names: Sequence[StepName]) -> Script[dict[StepName, int
 
 
 @contextmanager
-def _opened(root: str, option: list[str] | None) -> Iterator[ManagerBody]:
-    body = ManagerBody(
-        ManagerSettings(
-            root=root,
-            app_state=None,
-            save=every.last(),
-            keep=keep.all(),
-            min_valid=1,
-            max_pending=1,
-            replicated=(),
-            stage="eager",
-            metadata=None,
-            storage_options=parse_storage_options(option),
-            options=options(),
-            group=None,
-            store=None,
-        )
-    )
+def _opened(path: str, option: list[str] | None) -> Iterator[Root]:
+    root = Root(make_location(path, parse_storage_options(option)), options())
     try:
-        yield body
+        yield root
     finally:
-        run(body.close())
+        run(_close(root))
+
+
+def _close(root: Root) -> Script[None]:
+    yield lambda _: root.source.close()
 
 
 def _require(infos: Iterable[object], root: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from actorsnap.actors.trace import Progress
 from actorsnap.errors import name_methods
+from actorsnap.format.layout import MAX_SHARD_BYTES
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
 from actorsnap.planning.renaming import Rename
@@ -22,6 +23,7 @@ from actorsnap.runtime import (
     recover,
     restore,
     taking,
+    value_reading,
     verify,
 )
 from actorsnap.runtime.copy import CopyEvent, CopyReport
@@ -459,7 +461,9 @@ class Snapshot(SnapshotHandle):
             >>> await snapshot.read_object("model/weight", out=model.weight.data)
         """
         return await self._run(
-            reading.read_object(self._source, path, out, memory_budget_bytes=memory_budget_bytes)
+            value_reading.read_object(
+                self._source, path, out, memory_budget_bytes=memory_budget_bytes
+            )
         )
 
     @async_call
@@ -498,7 +502,7 @@ class Snapshot(SnapshotHandle):
         Examples:
             >>> state_dict = await snapshot.get_state_dict_for_key("model")
         """
-        return await self._run(reading.get_state_dict_for_key(self._source, key))
+        return await self._run(value_reading.get_state_dict_for_key(self._source, key))
 
     @async_call
     async def keys(self) -> list[str]:
@@ -510,7 +514,7 @@ class Snapshot(SnapshotHandle):
         Examples:
             >>> await snapshot.keys()
         """
-        return await self._run(reading.find_keys(self._source))
+        return await self._run(value_reading.find_keys(self._source))
 
     @async_call
     async def tree(self, *, depth: int | None = None, rank: int | None = None) -> SnapshotTree:
@@ -702,7 +706,7 @@ class Snapshot(SnapshotHandle):
         *,
         rename: Rename | None = None,
         dtype: Any = None,
-        max_shard_bytes: int = hugging_face.MAX_SHARD_BYTES,
+        max_shard_bytes: int = MAX_SHARD_BYTES,
         overwrite: bool = False,
         storage_options: Mapping[str, Any] | None = None,
         progress: bool = False,

@@ -1008,7 +1008,7 @@ def test_exit_codes_are_in_the_help_and_the_docs() -> None:
     text = " ".join(run("--help").out.split())
     pages = [path.read_text() for path in (ROOT / "docs").rglob("*.md")]
     (page,) = [page for page in pages if "| exit code |" in page]
-    for code, meaning in cli_calls.EXIT_CODES.items():
+    for code, meaning in cli_app.EXIT_CODES.items():
         assert f"{code}: {meaning}" in text
         assert f"| {code} | {meaning} |" in page
 

@@ -7,7 +7,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from actorsnap import RNGState, StateDict
+from actorsnap.manager import every
+from actorsnap.manager.sync import CheckpointManager
+from actorsnap.sync import Snapshot
 from tests.support import forker
 
 pytestmark = pytest.mark.usefixtures("forker")
@@ -84,6 +89,71 @@ def test_the_uploader_process_needs_no_torch() -> None:
 def test_the_command_line_brings_its_own() -> None:
     """The test above would notice."""
     assert {"rich", "typer"} <= added_by("import actorsnap.cli")
+
+
+@pytest.mark.parametrize("option", ["--version", "--help"])
+def test_an_outline_of_the_program_imports_no_command(option: str) -> None:
+    script = (
+        f"import sys; sys.argv = ['actorsnap', {option!r}]\n"
+        "from actorsnap.__main__ import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    assert not end.code\n"
+        "print(*sys.modules)"
+    )
+    modules = set(run(script, has_torch=False).splitlines()[-1].split())
+    assert "typer" in modules
+    assert modules & {"torch", "numpy", "anyio", "asyncio", "actorsnap.cli"} == set()
+
+
+def test_the_outline_is_that_of_the_commands() -> None:
+    """Each command, with the first line of its docstring."""
+    text = "import sys\nfrom actorsnap.cli_app import add_outlines, app\n{}\napp(['--help'])"
+    outline, whole = (
+        run(text.format(line), has_torch=False)
+        for line in ("add_outlines()", "import actorsnap.cli")
+    )
+    assert outline == whole
+    assert "save-now" in whole
+
+
+def test_commands_without_tensors_import_no_torch(tmp_path: Path) -> None:
+    """One process runs them all; it names the first one that imports torch."""
+    state = {"s": StateDict(x=torch.ones(3), log=[1, 2.5, (3,)], lr={"a": float("nan")})}
+    Snapshot.take(tmp_path / "all" / "one", {**state, "rng": RNGState()}, metadata={"a": 1})
+    root = str(tmp_path / "root")
+    with CheckpointManager(root, state, save=every.steps(1)) as manager:
+        for step in range(3):
+            manager.maybe_save(step, metrics={"loss": step})
+    one, copy = str(tmp_path / "all" / "one"), str(tmp_path / "copy")
+    (tmp_path / "empty").mkdir()
+    commands: list[list[str]] = [
+        *(["ls", one], ["ls", str(tmp_path / "all")], ["ls", "--json", one]),
+        *(["inspect", one], ["inspect", "--json", one]),
+        *(["verify", one], ["verify", "--all", str(tmp_path / "all")]),
+        *(["diff", one, one], ["cp", one, copy], ["rm", "--yes", copy], ["rm", "--garbage", one]),
+        *(["ls", str(tmp_path / "empty")], ["rm", "--yes", str(tmp_path / "empty")]),
+        *(["steps", root], ["prune", root, "--keep", "last:2", "--yes"], ["latest", root]),
+        *(["latest", "--valid", root], ["best", root, "loss"], ["save-now", root]),
+        *(["pin", root, "2", "--reason", "paper"], ["unpin", root, "2"]),
+        ["record", root, "2", "f1=0.5"],
+    ]
+    script = (
+        "import contextlib, io, sys\n"
+        "from actorsnap.cli import app\n"
+        f"for command in {commands!r}:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()), "
+        "contextlib.redirect_stderr(io.StringIO()):\n"
+        "        code = app(command, standalone_mode=False)\n"
+        "    print(command[0], code, 'torch' in sys.modules)\n"
+    )
+    lines = [line.split() for line in run(script, has_torch=False).splitlines()]
+    assert [line[0] for line in lines] == [command[0] for command in commands]
+    assert [line for line in lines if line[2] == "True"] == []
+    # Nothing is there.
+    assert {tuple(line[:2]) for line in lines if line[1] not in ("None", "0")} == {
+        ("ls", "3"),
+        ("rm", "3"),
+    }
 
 
 def test_importing_starts_nothing() -> None:

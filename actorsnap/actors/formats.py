@@ -8,6 +8,7 @@ and never the tensors. See ``docs/decisions/0024-readers.md``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -231,8 +232,12 @@ async def open_foreign(place: Place) -> OpenForeign | None:
         FormatError: It is of a known format, and damaged, or a reader refuses it.
         StorageError: Reading failed.
     """
-    for name, reader in (await place.run_blocking(_readers)).items():
-        found = await reader(place)
+    for name, value in (await place.run_blocking(_readers)).items():
+        may_be = _SIGNS.get(name)
+        if may_be is not None and not await may_be(place):
+            continue
+        reader = await place.run_blocking(_load, name, value)
+        found = None if reader is None else await reader(place)
         if found is not None:
             logger.debug("%s: a checkpoint of the format %s", place.storage.url, name)
             return await place.run_blocking(_checked, found, place)
@@ -291,22 +296,54 @@ async def _stat(storage: Storage, key: str) -> ObjectInfo | None:
 
 
 @cache
-def _readers() -> Mapping[str, Reader]:
-    """Returns the readers by name: ours, then other packages'. Blocks."""
+def _readers() -> Mapping[str, str]:
+    """Returns the places of the readers by name: ours, then other packages'. Blocks."""
     values = dict(_BUILT_IN)
     for point in metadata.entry_points(group=ENTRY_POINT_GROUP):
         values.setdefault(point.name, point.value)
-    readers: dict[str, Reader] = {}
-    for name, value in values.items():
-        module, _, attribute = value.partition(":")
-        try:
-            readers[name] = getattr(import_module(module.strip()), attribute.strip())
-        except Exception:
-            # An import may raise anything, and a broken package must not break the other formats.
-            logger.warning(
-                "the entry point %r of the format %r cannot be loaded: repair or uninstall it",
-                value,
-                name,
-                exc_info=True,
-            )
-    return readers
+    return values
+
+
+@cache
+def _load(name: str, value: str) -> Reader | None:
+    """Imports a reader; logs why it cannot be imported. Blocks."""
+    module, _, attribute = value.partition(":")
+    try:
+        reader: Reader = getattr(import_module(module.strip()), attribute.strip())
+    except Exception:
+        # An import may raise anything, and a broken package must not break the other formats.
+        logger.warning(
+            "the entry point %r of the format %r cannot be loaded: repair or uninstall it",
+            value,
+            name,
+            exc_info=True,
+        )
+        return None
+    return reader
+
+
+# Readers that import torch, which takes seconds, are imported only for what may be theirs.
+
+
+async def _may_be_dcp(place: Place) -> bool:
+    if place.file:
+        return False
+    return await place.find(".metadata") is not None or any(
+        map(_METADATA_OF_RANK.fullmatch, place.listed)
+    )
+
+
+async def _may_be_torchsnapshot(place: Place) -> bool:
+    return not place.file and await place.find(".snapshot_metadata") is not None
+
+
+async def _may_be_torch(place: Place) -> bool:
+    return bool(place.file) or await place.find("pytorch_model.bin") is not None
+
+
+_METADATA_OF_RANK = re.compile(r"__[0-9]+\.metadata")
+_SIGNS: Mapping[str, Callable[[Place], Awaitable[bool]]] = {
+    "dcp": _may_be_dcp,
+    "torchsnapshot": _may_be_torchsnapshot,
+    "torch": _may_be_torch,
+}

@@ -22,6 +22,9 @@ MAX_HEADER_BYTES = 64 << 20
 
 MAX_BYTES = (1 << 63) - 1
 
+MAX_SHARD_BYTES = 5 * 10**9
+"""Of tensors in one file of an export; transformers loads a file at a time."""
+
 SAFETENSORS_DTYPES: Mapping[str, str] = {
     "bool": "BOOL",
     "uint8": "U8",

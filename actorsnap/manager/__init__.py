@@ -1,6 +1,7 @@
 """Decides which snapshots to save, keep and restore: ``CheckpointManager`` for async code.
 
-``actorsnap.manager.sync`` has the same for ordinary scripts.
+``actorsnap.manager.sync`` has the same for ordinary scripts. The first manager imports torch: the
+shell's commands look at the root of a run without it.
 """
 
 from __future__ import annotations
@@ -9,12 +10,11 @@ import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
 from actorsnap.errors import UsageError, name_methods
 from actorsnap.format.steps import StepName
 from actorsnap.manager import looking
-from actorsnap.manager.body import ManagerBody
 from actorsnap.manager.events import EventKind, EventReader, ManagerEvent
 from actorsnap.manager.looking import Until
 from actorsnap.manager.results import (
@@ -32,7 +32,10 @@ from actorsnap.planning.marks import Pin
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.notices import Notice, Watcher, notices
 from actorsnap.runtime.script import async_call, follow_async, run_async
-from actorsnap.snapshot import PendingSnapshot, Snapshot
+
+if TYPE_CHECKING:
+    from actorsnap.manager.body import ManagerBody
+    from actorsnap.snapshot import PendingSnapshot, Snapshot
 
 __all__ = [
     "CheckpointManager",
@@ -101,6 +104,8 @@ class ManagerHandle:
         notices: Sequence[Watcher] | None = None,
         watch_requests_s: float | None = None,
     ) -> None:
+        from actorsnap.manager.body import ManagerBody
+
         self._own_body = ManagerBody(
             ManagerSettings(
                 root=root,
@@ -260,6 +265,8 @@ class CheckpointManager(ManagerHandle):
                 step, due, metrics=metrics, app_state=app_state, metadata=metadata
             ),
         )
+        from actorsnap.snapshot import PendingSnapshot
+
         return Decision(step, reason, None if save is None else PendingSnapshot(save))
 
     @async_call
@@ -288,6 +295,8 @@ class CheckpointManager(ManagerHandle):
                 metadata=metadata,
             )
         )
+        from actorsnap.snapshot import Snapshot
+
         return Snapshot._of(save)
 
     @async_call
@@ -315,6 +324,8 @@ class CheckpointManager(ManagerHandle):
                 metadata=metadata,
             )
         )
+        from actorsnap.snapshot import PendingSnapshot
+
         return PendingSnapshot(save)
 
     def events(self) -> AsyncGenerator[ManagerEvent, None]:

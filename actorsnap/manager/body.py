@@ -15,7 +15,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -33,7 +32,7 @@ from actorsnap.manager import looking
 from actorsnap.manager.asking import Asking, AskSettings
 from actorsnap.manager.events import EventBoard, EventKind
 from actorsnap.manager.inbox import take_requests
-from actorsnap.manager.keeper import Keeper, Search, StepSearch, current_timeline, find_damage
+from actorsnap.manager.keeper import Keeper, Search, StepSearch, current_timeline
 from actorsnap.manager.noting import recall_best, stored_metadata
 from actorsnap.manager.results import (
     ManagerSettings,
@@ -569,26 +568,13 @@ class ManagerBody:
         return (yield from looking.steps(self.places, is_complete=is_complete))
 
     def latest(self) -> Script[StepInfo | None]:
-        infos = yield from self.steps(is_complete=False)
-        return infos[-1] if infos else None
+        return (yield from looking.latest(self.places))
 
     def latest_valid(self, level: str) -> Script[StepInfo | None]:
-        infos = yield from self.steps(is_complete=False)
-        for info in reversed(infos):
-            for place in self.places.places:
-                if not (yield from find_damage(place, info.name, level)):
-                    return replace(info, url=place.url_of(info.name))
-        return None
+        return (yield from looking.latest_valid(self.places, level))
 
     def best(self, metric: str, mode: str) -> Script[StepInfo | None]:
-        sign = {"min": 1.0, "max": -1.0}.get(mode)
-        if sign is None:
-            raise UsageError(f'mode must be "min" or "max", not {mode!r}')
-        if not isinstance(metric, str) or not metric:
-            raise UsageError(f"metric must be a metric's name, not {metric!r}")
-        infos = yield from self.steps(is_complete=False)
-        known = [i for i in infos if not math.isnan(i.metrics.get(metric, math.nan))]
-        return min(known, key=lambda info: sign * info.metrics[metric], default=None)
+        return (yield from looking.best(self.places, metric, mode))
 
     # Keeping
 

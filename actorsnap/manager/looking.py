@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, TypeAlias
@@ -16,7 +17,7 @@ from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import Commit
 from actorsnap.format.requests import check_reason
 from actorsnap.format.steps import StepName
-from actorsnap.manager.keeper import current_timeline, find_step
+from actorsnap.manager.keeper import current_timeline, find_damage, find_step
 from actorsnap.manager.results import StepInfo
 from actorsnap.planning.keeping import metric_value
 from actorsnap.planning.marks import Facts, Pin
@@ -43,6 +44,33 @@ def steps(root: Root, *, is_complete: bool) -> Script[list[StepInfo]]:
         return [info for info in found if is_complete or info.state == "committed"]
 
     return (yield from root.source.perform("list", perform))
+
+
+def latest(root: Root) -> Script[StepInfo | None]:
+    infos = yield from steps(root, is_complete=False)
+    return infos[-1] if infos else None
+
+
+def latest_valid(root: Root, level: str) -> Script[StepInfo | None]:
+    """Returns the newest step that is intact at one of the places, with the URL there."""
+    infos = yield from steps(root, is_complete=False)
+    for info in reversed(infos):
+        for place in root.places:
+            if not (yield from find_damage(place, info.name, level)):
+                return replace(info, url=place.url_of(info.name))
+    return None
+
+
+def best(root: Root, metric: str, mode: str) -> Script[StepInfo | None]:
+    """Returns the step with the least (``"min"``) or greatest (``"max"``) value of a metric."""
+    sign = {"min": 1.0, "max": -1.0}.get(mode)
+    if sign is None:
+        raise UsageError(f'mode must be "min" or "max", not {mode!r}')
+    if not isinstance(metric, str) or not metric:
+        raise UsageError(f"metric must be a metric's name, not {metric!r}")
+    infos = yield from steps(root, is_complete=False)
+    known = [i for i in infos if not math.isnan(i.metrics.get(metric, math.nan))]
+    return min(known, key=lambda info: sign * info.metrics[metric], default=None)
 
 
 def _info(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, SupportsIndex
+from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from actorsnap.errors import UsageError
 from actorsnap.format.steps import MAX_STEP, StepName
@@ -14,8 +14,9 @@ from actorsnap.planning.cadence import SavePolicy
 from actorsnap.planning.keeping import KeepPolicy, Verdict
 from actorsnap.planning.marks import Pin
 from actorsnap.runtime.location import AppState, check_flag, check_metadata
-from actorsnap.runtime.restore import RestoreReport
-from actorsnap.state.stateful import validate_app_state
+
+if TYPE_CHECKING:
+    from actorsnap.runtime.restore import RestoreReport
 
 Metrics = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 """Numbers by name; a callable is called on every rank, and only for a step that is saved. With
@@ -144,6 +145,8 @@ class ManagerSettings:
         check_flag("progress", self.progress)
         app_state = self.app_state
         if app_state or not isinstance(app_state, Mapping | None):
+            from actorsnap.state.stateful import validate_app_state  # torch
+
             validate_app_state(app_state)
         every_s = self.watch_requests_s
         is_number = isinstance(every_s, int | float) and not isinstance(every_s, bool)

@@ -146,6 +146,13 @@ class Display:
         def run() -> None:
             try:
                 work()
+            except ModuleNotFoundError as error:
+                logger.warning(
+                    "bars need %s, so progress is in the log: pip install 'actorsnap[cli]'",
+                    (error.name or "rich").partition(".")[0],
+                )
+                if self._logs:
+                    self._log()
             except Exception:
                 logger.warning("progress cannot be shown", exc_info=True)
             finally:

@@ -16,7 +16,7 @@ import torch
 from actorsnap.errors import UsageError
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.geometry import c_strides
-from actorsnap.format.layout import SAFETENSORS_DTYPES, Slot, lay_out
+from actorsnap.format.layout import MAX_SHARD_BYTES, SAFETENSORS_DTYPES, Slot, lay_out
 from actorsnap.format.manifest import (
     CompositeEntry,
     ContainerEntry,
@@ -48,8 +48,6 @@ from actorsnap.storage.base import Storage
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-MAX_SHARD_BYTES = 5 * 10**9
-"""Of one file; transformers loads a file at a time."""
 
 _OURS = re.compile(r"model(?:-\d{5,}-of-\d{5,})?\.safetensors")
 _FLOATS = frozenset({"float16", "bfloat16", "float32", "float64"})

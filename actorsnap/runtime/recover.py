@@ -42,7 +42,7 @@ from actorsnap.runtime.maintenance import find_attempts, find_claims, find_colle
 from actorsnap.runtime.manifests import ManifestStream, OwnerCheck, index_progress
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import OpenSource, Source, opened_storage
-from actorsnap.runtime.verify import DataCheck
+from actorsnap.runtime.verify import DataCheck, load_entry_check
 from actorsnap.storage.base import Storage
 
 logger = Log(__name__)
@@ -93,6 +93,7 @@ def recover(
     source: Source, call: RecoverCall, *, progress: Callable[[int, int], None] | None = None
 ) -> Script[RecoverReport]:
     """Writes the commit object again. ``progress`` is as in ``verify``."""
+    load_entry_check()
 
     async def step(host: Host) -> RecoverReport | list[ActorSnapError]:
         async with source.opened(host, "recover") as opened:

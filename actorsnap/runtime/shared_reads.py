@@ -36,10 +36,10 @@ from actorsnap.protocol.restore import ReadCost
 from actorsnap.runtime.bars import ByteCount
 from actorsnap.runtime.broadcast import Broadcaster, obstacle
 from actorsnap.runtime.host import Host
-from actorsnap.runtime.reading import fetch_wanted, mark
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.team import Team
 from actorsnap.runtime.tracing import Observation
+from actorsnap.runtime.value_reading import fetch_wanted, mark
 from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.restore.reads import Reads, Wanted, slice_stored
 from actorsnap.state.sources import ByteSink, HostMemory

@@ -247,7 +247,7 @@ def _find_telemetry(op: str, mode: str) -> _Telemetry | None:
             import_module(name)
     except ImportError as error:
         raise UsageError(
-            'Options.otel="on" needs OpenTelemetry: pip install actorsnap[otel]'
+            "Options.otel=\"on\" needs OpenTelemetry: pip install 'actorsnap[otel]'"
         ) from error
     return _Telemetry(op)
 

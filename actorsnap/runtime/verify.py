@@ -1,4 +1,4 @@
-"""Verifies a snapshot."""
+"""Verifies a snapshot: ``quick`` without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from os.path import commonprefix
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -40,9 +40,11 @@ from actorsnap.planning.survey import (
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.manifests import ManifestStream, OwnerCheck, index_progress
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
-from actorsnap.state.restore.verification import Doubtful, EntryCheck
 from actorsnap.state.sources import HostMemory
 from actorsnap.storage.base import for_each
+
+if TYPE_CHECKING:
+    from actorsnap.state.restore.verification import Doubtful, EntryCheck
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +93,8 @@ def verify(
     """Checks a snapshot. ``progress`` gets done and total bytes, on any thread."""
     if level not in ("quick", "full"):
         raise UsageError(f'level must be "quick" or "full", not {level!r}')
+    if level == "full":
+        load_entry_check()
 
     async def perform(opened: OpenSource) -> VerifyReport:
         reader = opened.reader
@@ -126,6 +130,13 @@ def verify(
     return (yield from source.perform("verify", perform))
 
 
+def load_entry_check() -> type[EntryCheck]:
+    """Imports it, and with it torch: first in the caller's thread, which may block."""
+    from actorsnap.state.restore.verification import EntryCheck
+
+    return EntryCheck
+
+
 @dataclass(eq=False, repr=False)
 class DataCheck:
     """Compares stored data with rank manifests: ``add`` gets each of them, in order, then ``run``.
@@ -150,7 +161,7 @@ class DataCheck:
         self._pool = opened.fetcher(verify=True, run_blocking=run_blocking)
         self._unverified = opened.fetcher(verify=False, run_blocking=run_blocking)
         self._survey = Survey()
-        self._entries = EntryCheck()
+        self._entries = load_entry_check()() if self.level == "full" else None
         self._held: dict[str, _HeldObject] = {}
         self._listed: set[str] = set()
         self._lock = threading.Lock()
@@ -161,7 +172,7 @@ class DataCheck:
     def add(self, manifest: RankManifest, holdings: Holdings | None = None) -> None:
         """Blocks; for worker threads. ``holdings`` are those of the manifest, if known."""
         self._survey.add(manifest, holdings)
-        if self.level == "full":
+        if self._entries is not None:
             self._entries.add(manifest)
 
     async def run(self, stream: ManifestStream, *, is_complete: bool) -> list[ActorSnapError]:
@@ -216,12 +227,13 @@ class DataCheck:
                 detail=f"only {num_checked} of {self.num_objects} objects and {done} of "
                 f"{total} bytes were compared, and nothing failed",
             )
-        if self.level == "full" and is_complete:
-            await self._check_entries(stream, problems)
+        if self._entries is not None and is_complete:
+            await self._check_entries(self._entries, stream, problems)
         return problems
 
-    async def _check_entries(self, stream: ManifestStream, problems: list[ActorSnapError]) -> None:
-        entries = self._entries
+    async def _check_entries(
+        self, entries: EntryCheck, stream: ManifestStream, problems: list[ActorSnapError]
+    ) -> None:
         await self._run_blocking(entries.try_common)
         await stream.each(entries.try_rank)
         known = {getattr(problem, "key", "") for problem in problems}

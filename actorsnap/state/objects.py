@@ -1,7 +1,8 @@
 """Encodes leaves that are no tensors, inline or as bytes (``docs/format.md``).
 
 Types outside of a closed set are pickled if allowed, else refused. Equal sets are encoded alike in
-every process. It must not know entries or storage.
+every process. It must not know entries or storage, and imports torch for values of torch only: the
+shell shows all others without it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from datetime import date, datetime, time, timedelta, timezone
 from enum import Enum
-from functools import partial
+from functools import cache, partial
 from math import isfinite
 from pathlib import (
     Path,
@@ -26,16 +27,14 @@ from pathlib import (
     PureWindowsPath,
     WindowsPath,
 )
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 import msgspec
 import numpy as np
-import torch
 
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import TensorType, encodes_values
 from actorsnap.state.records import Rebuild, class_of, fields_of, fields_of_member
-from actorsnap.state.tensors import DTYPES
 from actorsnap.state.tree import (
     AS_RECORDS,
     CONTAINER_TYPES,
@@ -44,6 +43,9 @@ from actorsnap.state.tree import (
     has_plain_factory,
     kind_of,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 INLINE_BYTES: Final = 4096
 """Maximum length of inline values, in bytes."""
@@ -59,10 +61,6 @@ _INT64: Final = (-(1 << 63), 1 << 63)
 
 def _name(value: object) -> str:
     return str(value).removeprefix("torch.")
-
-
-def _constants(kind: type) -> dict[str, Any]:
-    return {_name(value): value for value in vars(torch).values() if isinstance(value, kind)}
 
 
 class Opaque(msgspec.Struct, frozen=True, eq=False, gc=False):
@@ -113,6 +111,8 @@ def _encode(value: object, path: str, depth: int) -> Any:
     if kind is float:
         return _encode_float(value)  # type: ignore[arg-type]
     encoder = _ENCODERS.get(kind)
+    if encoder is None and kind.__module__ == "torch":
+        encoder = _torch_encoders().get(kind)
     if encoder is not None:
         return encoder(value)
     if isinstance(value, np.dtype):
@@ -242,12 +242,20 @@ _ENCODERS: Final[dict[type, Any]] = {
     bytes: _encode_bytes,
     bytearray: _encode_bytes,
     complex: lambda v: {"$": "complex", "v": [_encode_float(v.real), _encode_float(v.imag)]},
-    torch.Size: lambda v: {"$": "size", "v": list(v)},
-    torch.dtype: lambda v: {"$": "dtype", "v": _name(v)},
-    torch.device: lambda v: {"$": "device", "v": str(v)},
-    torch.layout: lambda v: {"$": "layout", "v": _name(v)},
-    torch.memory_format: lambda v: {"$": "memory_format", "v": _name(v)},
 }
+
+
+@cache
+def _torch_encoders() -> dict[type, Any]:
+    import torch
+
+    return {
+        torch.Size: lambda v: {"$": "size", "v": list(v)},
+        torch.dtype: lambda v: {"$": "dtype", "v": _name(v)},
+        torch.device: lambda v: {"$": "device", "v": str(v)},
+        torch.layout: lambda v: {"$": "layout", "v": _name(v)},
+        torch.memory_format: lambda v: {"$": "memory_format", "v": _name(v)},
+    }
 
 
 def decode_inline(encoded: Any, path: str, rebuild: Rebuild = AS_RECORDS) -> Any:
@@ -284,6 +292,8 @@ def _decode(encoded: Any, depth: int, rebuild: Rebuild) -> Any:
     tag, value = encoded["$"], encoded["v"]
     if type(tag) is str and tag in _NESTED_DECODERS:
         return _NESTED_DECODERS[tag](value, depth + 1, rebuild)
+    if tag in _TORCH_TAGS:
+        return _torch_decoders()[tag](value)
     if tag not in _DECODERS:
         raise FormatError(key="", detail=f"unknown inline type {tag!r:.80}")
     return _DECODERS[tag](value)
@@ -435,13 +445,28 @@ _DECODERS: Final[dict[str, Any]] = {
     "bytes": lambda v: b64decode(v, validate=True),
     "bytearray": lambda v: bytearray(b64decode(v, validate=True)),
     "str": lambda v: b64decode(v, validate=True).decode("utf-8", "surrogatepass"),
-    "size": torch.Size,
-    "dtype": DTYPES.__getitem__,
-    "device": torch.device,
-    "layout": _constants(torch.layout).__getitem__,
-    "memory_format": _constants(torch.memory_format).__getitem__,
     "npdtype": _decode_dtype,
 }
+
+_TORCH_TAGS: Final = ("size", "dtype", "device", "layout", "memory_format")
+
+
+@cache
+def _torch_decoders() -> dict[str, Any]:
+    import torch
+
+    from actorsnap.state.tensors import DTYPES
+
+    def constants(kind: type) -> dict[str, Any]:
+        return {_name(value): value for value in vars(torch).values() if isinstance(value, kind)}
+
+    return {
+        "size": torch.Size,
+        "dtype": DTYPES.__getitem__,
+        "device": torch.device,
+        "layout": constants(torch.layout).__getitem__,
+        "memory_format": constants(torch.memory_format).__getitem__,
+    }
 
 
 def classes_in(encoded: Any) -> Iterator[tuple[str, str]]:
@@ -458,6 +483,8 @@ def classes_in(encoded: Any) -> Iterator[tuple[str, str]]:
 
 
 def _is_attribute(name: object) -> bool:
+    import torch
+
     return (
         isinstance(name, str)
         and name.isidentifier()
@@ -535,12 +562,16 @@ def decode(kind: str, data: bytearray, rebuild: Rebuild = AS_RECORDS) -> Any:
         case "numpy":
             return array_from_npy(data)
         case "pickle":
+            import torch
+
             return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
         case _:
             return data.decode("utf-8", "surrogatepass")
 
 
 def pickled(value: object) -> bytes:
+    import torch
+
     out = io.BytesIO()
     torch.save(value, out, pickle_protocol=5)
     return out.getvalue()

@@ -31,6 +31,9 @@ _BUILT_IN = {
     "s3": "actorsnap.storage.s3:open_s3",
 }
 
+_EXTRAS = {"gcs": "gcs", "gs": "gcs", "s3": "s3"}
+"""Extras with the packages of built-in backends, by scheme."""
+
 _ALIASES = {"file": "fs", "gcs": "gs"}
 
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
@@ -213,9 +216,9 @@ def _fsspec_factory(scheme: str) -> StorageFactory:
             factory: StorageFactory = module.open_fsspec
             return factory
     raise UsageError(
-        f"unknown storage scheme {scheme!r}; known are: {', '.join(known_schemes())}. The extra "
-        "actorsnap[fsspec] brings those of fsspec, and other packages theirs by an entry point "
-        f"{ENTRY_POINT_GROUP!r}."
+        f"unknown storage scheme {scheme!r}; known are: {', '.join(known_schemes())}. "
+        "pip install 'actorsnap[fsspec]' brings those of fsspec, and other packages bring theirs "
+        f"by an entry point {ENTRY_POINT_GROUP!r}."
     )
 
 
@@ -229,6 +232,12 @@ def _load(scheme: str, value: str, package: str = "") -> StorageFactory:
             loaded = getattr(loaded, name)
     # An import may raise anything.
     except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if not package and scheme in _EXTRAS and missing is not None:
+            raise UsageError(
+                f"{scheme}:// needs the package {missing.partition('.')[0]!r}, which is not "
+                f"installed: pip install 'actorsnap[{_EXTRAS[scheme]}]'"
+            ) from error
         raise UsageError(f"{what} cannot be loaded: {error!r}. Repair or uninstall it.") from error
     if not callable(loaded):
         raise UsageError(f"{what} is no factory but {type(loaded).__name__}")

@@ -170,5 +170,5 @@ def test_the_api_alone_is_no_provider() -> None:
 
 
 def test_without_the_package_on_says_what_to_install() -> None:
-    with pytest.raises(AssertionError, match=r"pip install actorsnap\[otel\]"):
+    with pytest.raises(AssertionError, match=r"pip install 'actorsnap\[otel\]'"):
         loaded_by("sys.modules['opentelemetry.trace'] = None", "otel='on'")

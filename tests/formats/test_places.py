@@ -262,6 +262,10 @@ async def test_a_broken_package_breaks_no_other_format(
     formats._readers.cache_clear()
     write_safetensors(tmp_path / "model.safetensors", {"w": torch.zeros(3)})
     await Snapshot(tmp_path).get_manifest()
+    assert caplog.text == ""  # nobody asked it
+    (tmp_path / "a.numbers").write_text("a,0,2")
+    with pytest.raises(NotASnapshot):
+        await Snapshot(tmp_path / "a.numbers").get_manifest()
     formats._readers.cache_clear()
     assert "tests.formats.absent:read" in caplog.text
 

@@ -28,9 +28,9 @@ from actorsnap.planning.restore import BoxPlanner
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location, resolve_options
 from actorsnap.runtime.partial_index import PartialIndex
-from actorsnap.runtime.reading import fetch_wanted
 from actorsnap.runtime.script import drive_sync
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
+from actorsnap.runtime.value_reading import fetch_wanted
 from actorsnap.state import objects
 from actorsnap.state.distributed import LocalPiece, Ranks
 from actorsnap.state.process_group import global_rank

@@ -1,0 +1,124 @@
+"""The program's name, options and commands, without what these do.
+
+The modules of the commands take half a second to import: ``--help`` and ``--version`` do without.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any, Final
+
+import typer
+from typer.core import TyperGroup
+
+from actorsnap.release import RELEASE
+
+COMMANDS: Final[Mapping[str, str]] = {
+    "ls": "List a snapshot's objects or, for a folder of snapshots, its snapshots.",
+    "inspect": "Show the contents of a snapshot: a tree with shapes, dtypes and sizes.",
+    "verify": "Check that a snapshot is intact. Exit code 1 if it is damaged.",
+    "diff": "Compare two snapshots by their checksums, without reading data. Exit code 1 if "
+    "different.",
+    "cat": "Print one object of a snapshot; only the beginning of long bytes, unless --raw.",
+    "cp": "Copy a snapshot; an interrupted copy continues. Other formats are converted.",
+    "convert": "Make a snapshot of a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.",
+    "export": "Write a snapshot in the format of another program.",
+    "rm": "Delete a snapshot, or only the garbage at its path.",
+    "recover": "Write a lost commit object again, after comparing every byte. Exit code 1 if "
+    "damaged.",
+    "trace": "Show how the time of a save or restore was spent; of several ranks: one file each.",
+    "steps": "List the steps of a run and, with --keep, which of them stay and why.",
+    "prune": "Delete the steps of a run that no policy keeps; only with --yes.",
+    "best": "Print the URL of the step with the best value of a metric. Exit code 3 if none has "
+    "it.",
+    "latest": "Print the URL of the newest step of a run. Exit code 3 if there is none.",
+    "pin": "Protect a step from every deletion.",
+    "unpin": "Remove the pins of a step.",
+    "record": "Add metrics to a step that is saved.",
+    "save-now": "Ask the job that saves to ROOT for a save soon. It must have watch_requests_s.",
+}
+"""The first line of each command's docstring, in the order of ``--help``."""
+
+EXIT_CODES = {
+    0: "done; verify: intact; diff: equal",
+    1: "verify, recover: damaged; diff: different",
+    2: "bad usage, or no such object",
+    3: "no committed snapshot; best: no step has the metric; rm --garbage: and no garbage",
+    4: "the storage failed; damaged (except for verify); needs a newer release or a package",
+    5: "not done, or not all of it. rm: not confirmed, or complete attempts were kept; prune: a "
+    "later run began meanwhile",
+    70: "a bug, or no memory: shows a traceback",
+    130: "interrupted",
+}
+
+EPILOG = "\n\n".join(
+    ["Exit codes:", *[f"{code}: {meaning}" for code, meaning in EXIT_CODES.items()]]
+)
+
+
+class Commands(TyperGroup):
+    """With ``--json``, prints the error that ended a command also as JSON, on stdout."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta[__name__] = "--json" in args
+        return super().parse_args(ctx, args)
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.Exit as end:
+            if ctx.meta[__name__] and end.__cause__ is not None:
+                _print_json(end.__cause__, end.exit_code)
+            raise
+        except Exception as error:
+            # Typer brings its own copy of click, or click.
+            if ctx.meta[__name__] and hasattr(error, "format_message"):
+                _print_json(error, getattr(error, "exit_code", 2))
+            raise
+
+
+def _print_json(error: BaseException, code: int) -> None:
+    from actorsnap.errors import ActorSnapError, notes_of, text_of
+
+    document = {
+        "type": type(error).__name__,
+        "exit_code": code,
+        "message": error.format_message() if hasattr(error, "format_message") else text_of(error),
+        "notes": notes_of(error),
+        "fields": error.fields if isinstance(error, ActorSnapError) else {},
+    }
+    sys.stdout.write(json.dumps({"error": document}, default=repr) + "\n")
+    sys.stdout.flush()
+
+
+app = typer.Typer(
+    cls=Commands,
+    epilog=EPILOG,
+    no_args_is_help=True,
+    help="Look at, check, compare, copy, convert, export, recover and delete actorsnap snapshots.",
+    pretty_exceptions_enable=False,
+)
+
+
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        typer.echo(f"actorsnap {RELEASE}")
+        raise typer.Exit
+
+
+@app.callback()
+def _common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the release."),
+    ] = False,
+) -> None:
+    pass
+
+
+def add_outlines() -> None:
+    """Adds commands that only have a name and a summary."""
+    for name, summary in COMMANDS.items():
+        app.command(name, help=summary)(_common)
