@@ -25,7 +25,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "cp": "Copy a snapshot; an interrupted copy continues. Other formats are converted.",
     "convert": "Make a snapshot of a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.",
     "export": "Write a snapshot in the format of another program.",
-    "rm": "Delete a snapshot, or only the garbage at its path.",
+    "rm": "Delete snapshots, or only the garbage at their paths. Exit code 5 if not confirmed.",
     "recover": "Write a lost commit object again, after comparing every byte. Exit code 1 if "
     "damaged.",
     "trace": "Show how the time of a save or restore was spent; of several ranks: one file each.",

@@ -20,7 +20,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from actorsnap import Options, StateDict, cli, cli_calls
+from actorsnap import Options, StateDict, cli, cli_app, cli_calls
 from actorsnap.errors import ChecksumMismatch, FormatError
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt

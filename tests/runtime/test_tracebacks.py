@@ -23,7 +23,7 @@ from actorsnap import (
     sync,
 )
 from actorsnap.manager.sync import CheckpointManager, every
-from actorsnap.runtime import reading
+from actorsnap.runtime import value_reading
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 
@@ -120,10 +120,10 @@ def test_code_of_the_user_stays(tmp_path: Path) -> None:
 
 def test_a_bug_keeps_all_frames(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # In a frame of actorsnap itself: no call of it.
-    monkeypatch.setattr(reading, "_begin", None)
+    monkeypatch.setattr(value_reading, "_begin", None)
     with pytest.raises(TypeError) as raised:
         sync.Snapshot(there / "s").keys()
-    assert {"script.py", "reading.py"} < files(raised.value)
+    assert {"script.py", "value_reading.py"} < files(raised.value)
 
 
 def test_the_log_has_all_frames(there: Path, caplog: pytest.LogCaptureFixture) -> None:
