@@ -1,4 +1,4 @@
-"""What docs/storage.md shows works, and its tables have each option."""
+"""What the pages about object storage show works, and the tables have each option."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from actorsnap.storage.s3_client import S3Options
 from tests.pages import ROOT, all_blocks
 from tests.servers.ceph import CephServer
 
-TEXT = (ROOT / "docs" / "storage.md").read_text()
+TEXT = (ROOT / "docs/storage.md").read_text()
+OPTIONS = (ROOT / "docs/reference/storage-options.md").read_text()
 
 
 def test_its_python_runs(
@@ -36,7 +37,9 @@ def test_its_python_runs(
         "optimizer": torch.optim.SGD(model.parameters()),
     }
     shown = [
-        (kind, block) for kind, block in all_blocks(TEXT) if kind == "python" or "$" not in block
+        (kind, block)
+        for kind, block in all_blocks(TEXT + OPTIONS)
+        if kind == "python" or "$" not in block
     ]
     assert [kind for kind, _ in shown] == ["python", "", "python", "python"]
     for n, (kind, block) in enumerate(shown):
@@ -49,7 +52,7 @@ def test_its_python_runs(
 
 @pytest.mark.parametrize(("scheme", "kind"), [("s3", S3Options), ("gs", GsOptions)])
 def test_each_option_stands_there_with_its_default(scheme: str, kind: type[msgspec.Struct]) -> None:
-    section = TEXT.split(f"\n## Options of `{scheme}://`\n")[1].split("\n## ")[0]
+    section = OPTIONS.split(f"\n## Options of `{scheme}://`\n")[1].split("\n## ")[0]
     found: dict[str, str] = {}
     for names, default in re.findall(r"^\| (`.*?`) \| (.*?) \|", section, flags=re.MULTILINE):
         for name in re.findall(r"`(\w+)`", names):
