@@ -63,7 +63,7 @@ def timeless(text: str) -> str:
     text = re.sub(r"\b[\w.-]+@[\w.-]+:\d+", "<holder>", text)
     text = re.sub(r"until \d{4}-\d\d-\d\d \d\d:\d\d UTC", "<until>", text)
     text = re.sub(r'"until": ".*"', '"until": <time>', text)
-    text = re.sub(r"(loss=|loss \(min\): )[\d.e-]+", r"\1<loss>", text)
+    text = re.sub(r"(loss=|loss \(min\): |\"loss\": )[\d.e-]+", r"\1<loss>", text)
     lines = [re.sub(r"\t| {2,}", "  ", line).rstrip() for line in text.splitlines()]
     return "\n".join(lines)
 

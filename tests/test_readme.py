@@ -1,5 +1,6 @@
-"""What README shows is what happens. Blocks of object storage: ``tests/cloud/test_page.py``; of many
-ranks: ``tests/ranks/test_pages.py``.
+"""What README shows is what happens.
+
+Blocks of object storage: ``tests/cloud/test_page.py``; of many ranks: ``tests/ranks/test_pages.py``.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     skip = r"://|init_process_group|pip install"
-    assert play(TEXT, names, "README.md", skip=skip) == 3
+    assert play(TEXT, names, "README.md", skip=skip) == 2
     assert names["manager"].all_steps() == [700, 800, 900]
     assert names["found"] is None
     # "Kill it and start it again"

@@ -10,10 +10,12 @@ import msgspec
 import pytest
 import torch
 
+from actorsnap import Snapshot
 from actorsnap.storage.gs_client import GsOptions
 from actorsnap.storage.s3_client import S3Options
-from tests.pages import ROOT, all_blocks
+from tests.pages import ROOT, all_blocks, blocks, run_python, shell, timeless
 from tests.servers.ceph import CephServer
+from tests.support.scripts import run_script
 
 TEXT = (ROOT / "docs/storage.md").read_text()
 OPTIONS = (ROOT / "docs/reference/storage-options.md").read_text()
@@ -48,6 +50,37 @@ def test_its_python_runs(
             printed = capsys.readouterr().out
         else:
             assert printed == block
+
+
+@pytest.mark.usefixtures("forker")
+def test_step_6_of_the_tutorial(
+    ceph: CephServer, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, value in ceph.env().items():
+        monkeypatch.setenv(name, value)
+    before, _, step = (ROOT / "docs/tutorial.md").read_text().partition("\n## 6. ")
+    (script,) = [block for block in blocks(before, "python") if "sys.argv" in block]
+    Path("train.py").write_text(script)
+    (sessions,) = blocks(step.replace("my-bucket", bucket))
+    for session in sessions.removeprefix("$ ").split("\n$ "):
+        line, _, expected = session.partition("\n")
+        found = run_script(line, tmp_path) if line.startswith("python ") else shell(line)
+        if expected:
+            assert timeless(found) == timeless(expected), line
+
+
+@pytest.mark.blocking
+def test_readme(
+    ceph: CephServer, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in ceph.env().items():
+        monkeypatch.setenv(name, value)
+    text = (ROOT / "README.md").read_text()
+    (block,) = [block for block in blocks(text, "python") if "s3://bucket" in block]
+    names: dict[str, Any] = {"Snapshot": Snapshot, "app_state": {"model": torch.nn.Linear(2, 2)}}
+    run_python(block.replace("s3://bucket", f"s3://{bucket}"), names, "README.md")
+    assert names["snapshot"].path == f"s3://{bucket}/run-7/step-100"
 
 
 @pytest.mark.parametrize(("scheme", "kind"), [("s3", S3Options), ("gs", GsOptions)])
