@@ -15,7 +15,7 @@ PARALLEL ?= -n 3 --dist loadfile
 # A test that hangs fails, with all stacks; one that hangs in C takes its worker down, with all stacks.
 LIMITS := --timeout=240 -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo test test-all servers bench docs upstream-tests lint format clean
+.PHONY: demo test test-all servers bench docs site upstream-tests lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_resume.py
@@ -25,10 +25,10 @@ demo: $(READY)
 
 # The check list: what CI and pre-commit run. pytest is last, so that its closing line is.
 # CI must have the servers that the tests talk to; elsewhere tests skip what is missing.
-test: lint $(if $(CI),servers)
+test: lint site $(if $(CI),servers)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(LIMITS)
 
-test-all: lint $(FRAMEWORKS_READY) $(if $(CI),servers)
+test-all: lint site $(FRAMEWORKS_READY) $(if $(CI),servers)
 	$(BIN)/python -m pytest $(PARALLEL)
 
 # What pip does not bring of them: Debian packages, as root.
@@ -38,9 +38,15 @@ servers:
 bench: $(BENCH_READY)
 	$(BIN)/python -m bench $(BENCH_ARGS)
 
-# What of docs/protocol.md is generated from the source.
+# Pages, or parts of them, that are generated from the source; then the site.
 docs: $(READY)
 	$(BIN)/python -m docs.generate_protocol
+	$(BIN)/python -m docs.generate_reference
+	$(MAKE) --no-print-directory site
+
+# The site, in site/, with warnings as errors. Pictures need graphviz, which `make servers` installs.
+site: $(READY) $(if $(CI),servers)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # PyTorch's tests of torch.distributed.checkpoint, with actorsnap.interop.dcp in place of its file
 # system writer and reader. DIR: files or folders of test/distributed/checkpoint in PyTorch's source
@@ -61,7 +67,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 import re
 from collections.abc import Iterator
@@ -52,8 +53,18 @@ def generated_pages() -> Iterator[tuple[str, str]]:
     yield "contributing.md", (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
     for path in sorted((ROOT / "examples").glob("*.py")):
         yield f"examples/{path.stem}.md", f"# {path.name}\n\n```python\n{path.read_text()}```\n"
+    for path in sorted((ROOT / "examples").glob("*.ipynb")):
+        yield f"examples/{path.stem}.md", _notebook(json.loads(path.read_text()))
     yield "decisions/index.md", _decisions()
     yield "changelog.md", _changelog()
+
+
+def _notebook(notebook: Any) -> str:
+    cells = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        cells.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
+    return "\n\n".join(cells) + "\n"
 
 
 def _decisions() -> str:
@@ -87,7 +98,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     def replace(match: re.Match[str]) -> str:
         outside = match[1].lstrip("./")
         target = _PAGES.get(outside)
-        if found := re.fullmatch(r"examples/(\w+)\.py", outside):
+        if found := re.fullmatch(r"examples/(\w+)\.(?:py|ipynb)", outside):
             target = f"examples/{found[1]}.md"
         if target is None:
             return match[0]
