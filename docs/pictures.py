@@ -14,7 +14,6 @@ from typing import Any
 
 _FONT_SIZE = 13
 _ROW = 30
-_COLUMN = 240
 
 
 class PictureError(Exception):
@@ -115,7 +114,12 @@ class _Sequence:
             raise PictureError("an opt of a sequence diagram has no end")
 
     def _x(self, name: str) -> int:
-        return _COLUMN // 2 + 20 + self._columns[name] * _COLUMN
+        return self._column // 2 + 20 + self._columns[name] * self._column
+
+    @property
+    def _column(self) -> int:
+        """Texts of messages between two parties must fit; there are few of them between four."""
+        return 420 if len(self._columns) <= 2 else 230
 
     def _add(self, line: str) -> None:
         if found := re.fullmatch(r"participant (\w+) as (.*)", line):
@@ -131,8 +135,8 @@ class _Sequence:
         elif line == "end" and self._optional:
             top, title = self._optional.pop()
             self._shapes.append(
-                f'<rect x="8" y="{top}" width="{self._width - 16}" height="{self._y - top - 8}" rx="6"'
-                ' fill="none" stroke="currentColor" stroke-dasharray="4 4" opacity="0.6"/>'
+                f'<rect x="8" y="{top}" width="{self._width - 16}" height="{self._y - top - 8}"'
+                ' rx="6" fill="none" stroke="currentColor" stroke-dasharray="4 4" opacity="0.6"/>'
             )
             self._shapes.append(_text(16, top + 18, f"if {title}", anchor="start", style="italic"))
             self._y += 12
@@ -141,7 +145,7 @@ class _Sequence:
 
     @property
     def _width(self) -> int:
-        return max(len(self._columns) * _COLUMN + 40, 640)
+        return len(self._columns) * self._column + 40
 
     def _message(self, start: int, end: int, text: str) -> None:
         sign = 1 if end > start else -1
@@ -153,7 +157,7 @@ class _Sequence:
         self._y += _ROW + 6
 
     def _note(self, x: int, text: str) -> None:
-        width = min(max(len(text) * 7 + 20, 80), _COLUMN + 60)
+        width = max(len(text) * 7 + 16, 80)
         self._shapes.append(
             f'<rect x="{x - width // 2}" y="{self._y - 20}" width="{width}" height="26" rx="4"'
             ' fill="#7f8fbf33" stroke="currentColor" stroke-width="0.5"/>'

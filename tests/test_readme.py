@@ -1,6 +1,6 @@
 """What README shows is what happens.
 
-Blocks of object storage: ``tests/cloud/test_page.py``; of many ranks: ``tests/ranks/test_pages.py``.
+Object storage: ``tests/cloud/test_page.py``; many ranks: ``tests/ranks/test_pages.py``.
 """
 
 from __future__ import annotations
