@@ -51,9 +51,8 @@ def variables() -> str:
     lines = ["| variable | default |", "|---|---|"]
     for field in msgspec.structs.fields(Options):
         if field.name != "allowed_types":
-            default = {True: "true", False: "false", None: "unset"}.get(
-                field.default if isinstance(field.default, bool | None) else "", str(field.default)
-            )
+            default = "unset" if field.default is None else str(field.default)
+            default = default.lower() if isinstance(field.default, bool) else default
             lines.append(f"| `ACTORSNAP_{field.name.upper()}` | {default} |")
     return "\n".join(lines)
 
@@ -74,7 +73,7 @@ def commands() -> str:
 
 
 def _usage(argument: Any) -> str:
-    name = (argument.metavar or argument.name).upper().strip("[]")
+    name: str = (argument.metavar or argument.name).upper().strip("[]")
     return name + ("..." if argument.nargs == -1 else "")
 
 

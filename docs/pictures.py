@@ -139,7 +139,7 @@ class _Sequence:
                 ' rx="6" fill="none" stroke="currentColor" stroke-dasharray="4 4" opacity="0.6"/>'
             )
             self._shapes.append(_text(16, top + 18, f"if {title}", anchor="start", style="italic"))
-            self._y += 12
+            self._y += 22
         else:
             raise PictureError(f"unknown line of a sequence diagram: {line!r}")
 

@@ -25,6 +25,8 @@ PAGES = {
     "howto/copy-and-verify.md": 1,
     "howto/save-without-stalling.md": 1,
     "howto/read-without-actorsnap.md": 1,
+    "migrate/safetensors.md": 2,
+    "concepts/ownership.md": 1,
     "concepts/values.md": 1,
 }
 """The number of Python blocks by page."""
@@ -42,7 +44,8 @@ def prelude() -> dict[str, Any]:
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        return loss.detach()
+        detached: torch.Tensor = loss.detach()
+        return detached
 
     train_step()
     return {
@@ -63,7 +66,9 @@ def test_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     names = prelude()
     if page != "howto/notebooks.md":
         metadata = {"git": "4f2a"}
-        Snapshot.take("ckpt/step-100", names["app_state"], step=100, metadata=metadata)
+        snapshot = Snapshot.take("ckpt/step-100", names["app_state"], step=100, metadata=metadata)
+    if page == "migrate/safetensors.md":
+        snapshot.export_hf("hf-repo", key="model")
     assert play((DOCS / page).read_text(), names, page) == PAGES[page]
 
 

@@ -30,7 +30,8 @@ def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     # "Kill it and start it again"
     script = blocks(TEXT, "python")[0]
     exec(compile(script, "README.md", "exec"), names)
-    assert names["found"].step == 900
+    found: Any = names["found"]
+    assert found.step == 900
 
 
 def test_it_stays_short() -> None:

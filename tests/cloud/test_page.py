@@ -13,8 +13,9 @@ import torch
 from actorsnap import Snapshot
 from actorsnap.storage.gs_client import GsOptions
 from actorsnap.storage.s3_client import S3Options
-from tests.pages import ROOT, all_blocks, blocks, run_python, shell, timeless
+from tests.pages import ROOT, all_blocks, blocks, play, run_python, shell, timeless
 from tests.servers.ceph import CephServer
+from tests.servers.fake_gcs import FakeGcsServer
 from tests.support.scripts import run_script
 
 TEXT = (ROOT / "docs/storage.md").read_text()
@@ -81,6 +82,30 @@ def test_readme(
     names: dict[str, Any] = {"Snapshot": Snapshot, "app_state": {"model": torch.nn.Linear(2, 2)}}
     run_python(block.replace("s3://bucket", f"s3://{bucket}"), names, "README.md")
     assert names["snapshot"].path == f"s3://{bucket}/run-7/step-100"
+
+
+@pytest.mark.blocking
+def test_the_page_about_s3(ceph: CephServer, bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in ceph.env().items():
+        monkeypatch.setenv(name, value)
+    names: dict[str, Any] = {
+        "bucket": bucket,
+        "endpoint": ceph.storage_options()["endpoint_url"],
+        "app_state": {"model": torch.nn.Linear(8, 8)},
+    }
+    assert play((ROOT / "docs/howto/s3.md").read_text(), names, "s3.md") == 3
+    assert names["snapshot"].path == f"s3://{bucket}/run-7/step-200"
+
+
+@pytest.mark.blocking
+def test_the_page_about_gcs(fake_gcs: FakeGcsServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    bucket = fake_gcs.make_bucket()
+    for name, value in fake_gcs.env().items():
+        monkeypatch.setenv(name, value)
+    text = (ROOT / "docs/howto/gcs.md").read_text().replace("gs://bucket", f"gs://{bucket}")
+    names: dict[str, Any] = {"app_state": {"model": torch.nn.Linear(8, 8)}}
+    assert play(text, names, "gcs.md") == 1
+    assert names["snapshot"].verify("full").ok
 
 
 @pytest.mark.parametrize(("scheme", "kind"), [("s3", S3Options), ("gs", GsOptions)])
