@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from pathlib import Path
@@ -35,6 +36,29 @@ def test_each_error_has_its_meaning_and_what_to_do() -> None:
         if base := re.search(rf"\b{name} \((\w+)\)", tree):
             kind = getattr(errors, name)
             assert base[1] in {each.__name__ for each in kind.__mro__}
+
+
+def texts_of_the_source() -> str:
+    """Every literal text of the package, f-strings without what they fill in."""
+    found: list[str] = []
+    for path in (ROOT / "actorsnap").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found += [
+            " ".join(node.value.split())
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs
+        ]
+    return "\n".join(found)
+
+
+def test_messages_of_troubleshooting_are_those_of_the_source() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    known = texts_of_the_source()
+    for row in re.findall(r"^\| (.+?) \|", page, flags=re.MULTILINE):
+        for message in row.split("`")[1::2]:
+            for part in message.split("...") if " " in message else []:
+                assert part.strip(" ,()") in known, message
 
 
 def test_each_extra_is_in_install() -> None:
