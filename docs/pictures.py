@@ -12,12 +12,14 @@ import re
 import subprocess
 from typing import Any
 
+from pymdownx.superfences import SuperFencesException
+
 _FONT_SIZE = 13
 _ROW = 30
 
 
-class PictureError(Exception):
-    """A picture cannot be drawn."""
+class PictureError(SuperFencesException):  # type: ignore[misc]  # it ships no types
+    """A picture cannot be drawn. Superfences only logs other exceptions, and shows the source."""
 
 
 def dot(source: str, language: str, css_class: str, *_: Any, **__: Any) -> str:
