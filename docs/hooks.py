@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parents[1]
 _PAGES = {
     "bench/README.md": "benchmarks.md",
     "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
     "README.md": "index.md",
+    "SECURITY.md": "security.md",
 }
 """Pages by the file outside ``docs`` that has their text."""
 
@@ -50,7 +52,9 @@ def on_files(files: Any, config: Any) -> Any:
 def generated_pages() -> Iterator[tuple[str, str]]:
     """Yields the path and the text of each page that is made from other files."""
     yield "benchmarks.md", (ROOT / "bench/README.md").read_text().replace("](../docs/", "](")
-    yield "contributing.md", (ROOT / "CONTRIBUTING.md").read_text().replace("](docs/", "](")
+    for name in ("CONTRIBUTING.md", "SECURITY.md"):
+        if (ROOT / name).exists():
+            yield _PAGES[name], (ROOT / name).read_text().replace("](docs/", "](")
     for path in sorted((ROOT / "examples").glob("*.py")):
         yield f"examples/{path.stem}.md", f"# {path.name}\n\n```python\n{path.read_text()}```\n"
     for path in sorted((ROOT / "examples").glob("*.ipynb")):

@@ -64,7 +64,7 @@ def test_messages_of_troubleshooting_are_those_of_the_source() -> None:
 def test_each_extra_is_in_install() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     page = (ROOT / "docs/install.md").read_text()
-    ours = {"dev", "docs", "test"}
+    ours = {"dev", "docs", "release", "test"}
     missing = [
         name
         for name in project["optional-dependencies"]
