@@ -14,13 +14,15 @@ UPSTREAM_ARGS ?=
 DIR ?= upstream
 DRAFT ?= --draft
 SPDX := \# SPDX-License-Identifier: Apache-2.0
+# The site needs graphviz: CI must build it, elsewhere `make test` does without.
+SITE := $(if $(CI)$(shell command -v dot),site)
 # A file stays in one process: tests of a file share worlds and servers. Three on two cores: half of
 # the time they wait.
 PARALLEL ?= -n 3 --dist loadfile
 # A test that hangs fails, with all stacks; one that hangs in C takes its worker down, with all stacks.
 LIMITS := --timeout=240 -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo test test-all servers bench docs changelog dist upstream-tests lint format clean
+.PHONY: demo test test-all servers bench docs site changelog dist upstream-tests lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_resume.py
@@ -30,10 +32,10 @@ demo: $(READY)
 
 # The check list: what CI and pre-commit run. pytest is last, so that its closing line is.
 # CI must have the servers that the tests talk to; elsewhere tests skip what is missing.
-test: lint $(if $(CI),servers)
+test: lint $(SITE) $(if $(CI),servers)
 	$(BIN)/python -m pytest -m "not slow" $(PARALLEL) $(LIMITS)
 
-test-all: lint $(FRAMEWORKS_READY) $(if $(CI),servers)
+test-all: lint $(SITE) $(FRAMEWORKS_READY) $(if $(CI),servers)
 	$(BIN)/python -m pytest $(PARALLEL)
 
 # What pip does not bring of them: Debian packages, as root.
@@ -43,9 +45,15 @@ servers:
 bench: $(BENCH_READY)
 	$(BIN)/python -m bench $(BENCH_ARGS)
 
-# What of docs/protocol.md is generated from the source.
+# Pages, or parts of them, that are generated from the source; then the site.
 docs: $(READY)
 	$(BIN)/python -m docs.generate_protocol
+	$(BIN)/python -m docs.generate_reference
+	$(MAKE) --no-print-directory site
+
+# The site, in site/, with warnings as errors. Pictures need graphviz, which `make servers` installs.
+site: $(READY) $(if $(CI),servers)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # The next release's part of CHANGELOG.md, from docs/changes. `make changelog DRAFT=` writes it there,
 # and deletes the fragments.
@@ -87,7 +95,7 @@ format: $(READY)
 	$(BIN)/ruff format .
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
 
 $(READY): pyproject.toml constraints.txt

@@ -185,7 +185,7 @@ class Snapshot(SnapshotHandle):
                 instead of the group's own. Without a process group, the environment variables RANK
                 and WORLD_SIZE must be set.
             progress: Show on rank 0 how far the call is: bars on a terminal, else a log line every
-                10 seconds. See ``docs/observability.md``.
+                10 seconds. See ``docs/howto/observability.md``.
 
         Raises:
             UsageError: Bad input, or the ranks make different calls; nothing was written.
@@ -720,7 +720,7 @@ class Snapshot(SnapshotHandle):
         Sharded tensors are joined. Stored bytes are copied inside the storage where source and
         destination are in one file system, or are opened as one S3 server or one Google Cloud
         Storage; then nothing compares them with their checksums, unless the server tells its own
-        (``docs/migrating.md``, "Export"). The rest is read, compared, converted and sent, within
+        (``docs/migrate/export.md``). The rest is read, compared, converted and sent, within
         ``Options.memory_budget_bytes``.
 
         Of tensors that are the same memory (tied weights) the first name is written. Plain values

@@ -148,7 +148,15 @@ def render(page: str) -> str:
     Raises:
         LookupError: the page lacks a part, or has one that is not known.
     """
-    wanted = parts()
+    return fill(page, parts())
+
+
+def fill(page: str, wanted: dict[str, str]) -> str:
+    """The page with each part replaced by that of its name.
+
+    Raises:
+        LookupError: the page lacks a part, or has one that is not wanted.
+    """
     pattern = re.compile(r"<!-- begin (?P<name>.*?) -->\n.*?<!-- end -->", re.DOTALL)
     if {match["name"] for match in pattern.finditer(page)} != wanted.keys():
         raise LookupError(f"the page's parts are not {sorted(wanted)}")

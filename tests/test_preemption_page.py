@@ -1,4 +1,4 @@
-"""What docs/preemption.md and docs/xla.md name is there. Commands of other systems are not run."""
+"""What the pages about preemption and XLA name is there. Commands of other systems are not run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from actorsnap.manager import Notice, notices
 from tests.pages import ROOT, blocks
 
-PAGE = (ROOT / "docs" / "preemption.md").read_text()
+PAGE = (ROOT / "docs/howto/preemption.md").read_text()
 
 
 def calls() -> Iterator[str]:
@@ -29,7 +29,7 @@ def test_each_source_can_be_made(call: str) -> None:
     assert watcher.stop
 
 
-@pytest.mark.parametrize("page", ["preemption.md", "xla.md"])
+@pytest.mark.parametrize("page", ["howto/preemption.md", "integrations/xla.md"])
 def test_the_examples_run(page: str) -> None:
     found = blocks((ROOT / "docs" / page).read_text(), "python")
     assert found

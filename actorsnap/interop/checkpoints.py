@@ -98,7 +98,7 @@ class Checkpoints:
         such as an old checkpoint, is renamed until then. A symbolic link is replaced, not followed.
 
         Args:
-            checkpoint: Any state by str key, see ``docs/saving.md``.
+            checkpoint: Any state by str key, see ``docs/concepts/values.md``.
             step: Noted if it is an integer of at least 0.
 
         Raises:
@@ -155,7 +155,7 @@ class Checkpoints:
         """Returns a checkpoint, with tensors in new CPU memory; waits for the save in flight.
 
         Args:
-            path: Of a snapshot, or of another format in ``docs/migrating.md``.
+            path: Of a snapshot, or of another format in ``docs/migrate/index.md``.
 
         Raises:
             NotASnapshot: There is none.

@@ -1,4 +1,6 @@
-"""PyTorch-Ignite: a save handler for ``ignite.handlers.Checkpoint``. See ``docs/frameworks.md``.
+"""PyTorch-Ignite: a save handler for ``ignite.handlers.Checkpoint``.
+
+See ``docs/integrations/ignite.md``.
 
 from actorsnap.interop.ignite import ActorsnapSaver
 """

@@ -1,4 +1,6 @@
-"""Lightning: a ``CheckpointIO`` for one device, DDP and Fabric. See ``docs/frameworks.md``.
+"""Lightning: a ``CheckpointIO`` for one device, DDP and Fabric.
+
+See ``docs/integrations/lightning.md``.
 
     from actorsnap.interop.lightning import ActorsnapCheckpointIO
 

@@ -1,4 +1,6 @@
-"""Ray Train: workers that save snapshots together, and report them. See ``docs/frameworks.md``.
+"""Ray Train: workers that save snapshots together, and report them.
+
+See ``docs/integrations/ray.md``.
 
 from actorsnap.interop.ray import ActorsnapReporter
 """

@@ -44,7 +44,8 @@ def save(
     else is under ``model``. A snapshot at ``f`` is replaced, and stays valid until then.
 
     Args:
-        obj: A tensor, or plain containers of tensors and plain values (``docs/saving.md``).
+        obj: A tensor, or plain containers of tensors and plain values
+            (``docs/concepts/values.md``).
         f: A path or URL of a folder; see ``actorsnap.Snapshot``.
         pickle_module: Refused.
         pickle_protocol, _use_new_zipfile_serialization: Without effect.

@@ -1,4 +1,7 @@
-"""torchtitan's checkpoint manager for TorchFT, over snapshots. See ``docs/frameworks.md``."""
+"""torchtitan's checkpoint manager for TorchFT, over snapshots.
+
+See ``docs/integrations/torchtitan.md``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torchtitan's checkpoint manager, over snapshots. See ``docs/frameworks.md``.
+"""torchtitan's checkpoint manager, over snapshots. See ``docs/integrations/torchtitan.md``.
 
     from actorsnap.interop.torchtitan import CheckpointManager
 

@@ -1,4 +1,4 @@
-"""TorchTNT's ``TorchSnapshotSaver``, over snapshots. See ``docs/frameworks.md``.
+"""TorchTNT's ``TorchSnapshotSaver``, over snapshots. See ``docs/integrations/torchtnt.md``.
 
     from actorsnap.interop.torchtnt import TorchSnapshotSaver
 

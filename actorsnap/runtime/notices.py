@@ -1,7 +1,7 @@
 """Sources of preemption notices: signals, Slurm, a file, a function, cloud metadata.
 
 A watcher learns that the process is about to be ended, and calls ``on_notice`` with what it knows.
-What follows is not decided here. ``docs/preemption.md`` documents the watchers for users.
+What follows is not decided here. ``docs/howto/preemption.md`` documents the watchers for users.
 
 Signal handlers run between two bytecodes of the main thread, maybe while it holds a lock. They
 take no lock, log nothing and wait for nothing; ``on_notice`` must do the same. Everything else

@@ -307,9 +307,9 @@ def test_torchdatas_loader(num_workers: int) -> None:
 
 
 def test_the_page(capsys: pytest.CaptureFixture[str]) -> None:
-    """What docs/resume.md shows is what happens."""
+    """What docs/howto/exact-resume.md shows is what happens."""
     names: dict[str, Any] = {}
-    for kind, block in all_blocks((ROOT / "docs" / "resume.md").read_text()):
+    for kind, block in all_blocks((ROOT / "docs/howto/exact-resume.md").read_text()):
         if kind == "python":
             exec(compile(block, f"resume.md: {block[:60]!r}", "exec"), names)
         else:

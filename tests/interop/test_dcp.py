@@ -608,7 +608,7 @@ def test_the_phases_of_dcp_are_logged_as_the_page_shows(
 ) -> None:
     (block,) = [
         block
-        for block in blocks((ROOT / "docs" / "observability.md").read_text(), "python")
+        for block in blocks((ROOT / "docs/howto/observability.md").read_text(), "python")
         if "_dcp_logger" in block
     ]
     names: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""What docs/dcp.md shows is what happens."""
+"""What docs/migrate/dcp.md shows is what happens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from actorsnap.sync import Snapshot
 from tests.pages import ROOT, all_blocks
 
-PAGE = ROOT / "docs" / "dcp.md"
+PAGE = ROOT / "docs/migrate/dcp.md"
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -143,7 +143,7 @@ def test_torchs_async_save(ranks: Ranks, how: str) -> None:
 
 
 def test_torchs_own_writer_leaves_a_mixture(ranks: Ranks) -> None:
-    """If this fails, torch has been repaired, and docs/dcp.md is out of date."""
+    """If this fails, torch has been repaired, and docs/migrate/dcp.md is out of date."""
     assert ranks(2, "mixed") == [[1.0, 2.0]] * 2
 
 

@@ -203,10 +203,9 @@ def test_the_page(
     monkeypatch.chdir(tmp_path)
     Path("old").mkdir()
     torch.save({"step": 7}, "old/ckpt.pt")
-    text = (ROOT / "docs" / "migrating.md").read_text()
-    section = text.partition("\n## torch.save and torch.load\n")[2].partition("\n## ")[0]
+    text = (ROOT / "docs/migrate/torch-save.md").read_text()
     model, optimizer = trained()
-    (_, code), (_, printed) = all_blocks(section)
-    exec(compile(code, "docs/migrating.md", "exec"), {"model": model, "optimizer": optimizer})
+    (_, code), (_, printed) = all_blocks(text)
+    exec(compile(code, "torch-save.md", "exec"), {"model": model, "optimizer": optimizer})
     assert capsys.readouterr().out == printed
     assert Snapshot("ckpt/latest").verify("full").ok

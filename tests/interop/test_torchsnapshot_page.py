@@ -1,4 +1,4 @@
-"""What docs/migrating.md shows of torchsnapshot is what happens."""
+"""What docs/migrate/torchsnapshot.md shows of torchsnapshot is what happens."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ def test_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    text = (ROOT / "docs" / "migrating.md").read_text()
-    section = text.partition("\n## torchsnapshot\n")[2].partition("\n## ")[0]
+    text = (ROOT / "docs/migrate/torchsnapshot.md").read_text()
     model = torch.nn.Linear(2, 2)
     names: dict[str, Any] = {"model": model, "optimizer": torch.optim.SGD(model.parameters())}
-    (_, code), (_, printed) = all_blocks(section)
-    exec(compile(code, "docs/migrating.md", "exec"), names)
+    (_, code), (_, printed) = all_blocks(text)
+    exec(compile(code, "docs/migrate/torchsnapshot.md", "exec"), names)
     assert capsys.readouterr().out == printed
     for step in (100, 200):
         assert Snapshot(f"ckpt/step-{step}").verify("full").ok

@@ -1,4 +1,4 @@
-"""What docs/distributed.md shows, run by real ranks as torchrun starts them."""
+"""What pages show of many ranks, run by real ranks as torchrun starts them."""
 
 from __future__ import annotations
 
@@ -35,3 +35,32 @@ def test_blocks_of_the_page(tmp_path: Path, num_ranks: int) -> None:
     # As it says, one process reads it all.
     assert Snapshot(folder / "ckpt/step-1").read_object("model/0.weight").shape == (256, 64)
     assert Snapshot(folder / "ckpt/step-1").read_object("progress/step") == 1
+
+
+def test_readme(tmp_path: Path) -> None:
+    with Director("tests.ranks.pages", *MODULES) as director:
+        director.play(
+            "direct_page",
+            num_ranks=2,
+            name="README.md",
+            folder=str(tmp_path),
+            only="init_process_group",
+        )
+    snapshot = Snapshot(tmp_path / "ckpt/fsdp-step-0")
+    assert snapshot.verify("full").ok
+    assert snapshot.read_object("train/model/0.weight").shape == (256, 64)
+
+
+def test_the_tutorial_on_two_ranks_and_on_three(tmp_path: Path) -> None:
+    text = (ROOT / "docs/tutorial.md").read_text()
+    for num_ranks in (2, 3):
+        with Director("tests.ranks.pages", *MODULES) as director:
+            printed = director.play(
+                "direct_page",
+                num_ranks=num_ranks,
+                name="docs/tutorial.md",
+                folder=str(tmp_path),
+                only="init_process_group",
+            )
+        session = text.partition(f"$ torchrun --nproc-per-node {num_ranks} train_fsdp.py\n")[2]
+        assert printed == [[session.partition("\n")[0] + "\n"], *[[""]] * (num_ranks - 1)]

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Installs what the servers of the tests need and pip does not bring: Ceph, as Debian packages.
+# Installs what the tests and the site need and pip does not bring: Ceph and graphviz, as Debian packages.
 # `make servers` and CI run it; who does not want it does without, and the tests of Ceph skip.
 # Says nothing and takes no time where all is there.
 set -euo pipefail
 
-programs=(ceph ceph-mon ceph-osd monmaptool rados radosgw radosgw-admin setpriv)
+programs=(dot ceph ceph-mon ceph-osd monmaptool rados radosgw radosgw-admin setpriv)
 # Without ceph-mgr: a manager only reports, and nobody asks it here.
-packages=(ceph-common ceph-mon ceph-osd radosgw util-linux)
+packages=(graphviz ceph-common ceph-mon ceph-osd radosgw util-linux)
 
 missing() {
     local program

@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint (DCP) over actorsnap. See ``docs/dcp.md``.
+"""torch.distributed.checkpoint (DCP) over actorsnap. See ``docs/migrate/dcp.md``.
 
 Has all names of torch's module: those that are not defined here are torch's.
 """

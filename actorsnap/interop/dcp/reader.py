@@ -47,7 +47,7 @@ class ActorsnapReader(StorageReader):
 
     Each rank reads its own ranges; every byte is compared with its checksum. A checkpoint of DCP's
     ``FileSystemWriter`` is read in place, without checksums, and without executing its pickles; see
-    ``docs/migrating.md``.
+    ``docs/migrate/index.md``.
 
     Args:
         path: A folder or URL; None: DCP's calls pass ``checkpoint_id``.

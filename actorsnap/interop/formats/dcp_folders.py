@@ -110,7 +110,7 @@ async def _metadata_of_ranks(place: Place) -> list[str]:
 
 
 class _Paths:
-    """Where leaves are in an app state (``docs/migrating.md``, "Where a state is").
+    """Where leaves are in an app state (``docs/migrate/index.md``, "Where a state is").
 
     Attributes:
         key: Of the leaves at the top level of the state dict; empty if they keep their names.

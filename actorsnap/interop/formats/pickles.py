@@ -147,7 +147,7 @@ def _damaged(key: str, error: Exception) -> FormatError:
 
 
 def top_level(state: Any) -> dict[str, Any]:
-    """Returns a saved object by top-level keys (``docs/migrating.md``, "Where a state is")."""
+    """Returns a saved object by top-level keys (``docs/migrate/index.md``, "Where a state is")."""
     if (
         isinstance(state, dict)
         and all(isinstance(key, str) for key in state)

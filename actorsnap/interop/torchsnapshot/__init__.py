@@ -1,4 +1,4 @@
-"""torchsnapshot's calls over actorsnap: change the import. See ``docs/migrating.md``.
+"""torchsnapshot's calls over actorsnap: change the import. See ``docs/migrate/torchsnapshot.md``.
 
 from actorsnap.interop.torchsnapshot import Snapshot, StateDict, RNGState
 """

@@ -1,0 +1,111 @@
+"""Writes the generated parts of the reference: the options, the environment variables, the shell.
+
+``make docs``. A test fails while a page is out of date.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from typer.main import get_command
+
+from actorsnap.cli import app
+from actorsnap.options import Options
+from docs.generate_protocol import fill
+
+FOLDER = Path(__file__).parent / "reference"
+
+
+def descriptions(kind: type) -> dict[str, str]:
+    """What a class's docstring says of each attribute."""
+    text = inspect.cleandoc(kind.__doc__ or "").partition("\nAttributes:\n")[2]
+    found = {}
+    for name, description in re.findall(
+        r"^    (\w+): (.*?)(?=^    \w|\Z)", text, flags=re.MULTILINE | re.DOTALL
+    ):
+        found[name] = " ".join(description.split()).replace("``", "`")
+    return found
+
+
+def options() -> str:
+    """One line per field of ``Options``."""
+    said = descriptions(Options)
+    lines = ["| option | default | |", "|---|---|---|"]
+    for field in msgspec.structs.fields(Options):
+        value = field.default
+        default = f"{value >> 20} << 20" if _is_mebibytes(value) else repr(value)
+        lines.append(f"| `{field.name}` | `{default}` | {said[field.name]} |")
+    return "\n".join(lines)
+
+
+def _is_mebibytes(value: Any) -> bool:
+    return isinstance(value, int) and value >= 1 << 20 and value % (1 << 20) == 0
+
+
+def variables() -> str:
+    """The variable of each option that has one."""
+    lines = ["| variable | default |", "|---|---|"]
+    for field in msgspec.structs.fields(Options):
+        if field.name != "allowed_types":
+            default = "unset" if field.default is None else str(field.default)
+            default = default.lower() if isinstance(field.default, bool) else default
+            lines.append(f"| `ACTORSNAP_{field.name.upper()}` | {default} |")
+    return "\n".join(lines)
+
+
+def commands() -> str:
+    """A section per command: what it does, its arguments and options."""
+    parts = []
+    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+        arguments = [each for each in command.params if each.param_type_name == "argument"]
+        usage = " ".join(["actorsnap", name, *map(_usage, arguments), "[OPTIONS]"])
+        lines = [f"## {name}", "", _cell(command.help), "", f"```text\n{usage}\n```", ""]
+        lines += ["| | |", "|---|---|"]
+        for each in command.params:
+            if each.name != "help":
+                lines.append(f"| {_names(each)} | {_cell(each.help or '')}{_default(each)} |")
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _usage(argument: Any) -> str:
+    name: str = (argument.metavar or argument.name).upper().strip("[]")
+    return name + ("..." if argument.nargs == -1 else "")
+
+
+def _names(each: Any) -> str:
+    if each.param_type_name == "argument":
+        return f"`{_usage(each)}`"
+    value = "" if each.is_flag or each.count else f" {each.metavar or 'VALUE'}"
+    return ", ".join(f"`{name}{value}`" for name in each.opts)
+
+
+def _default(each: Any) -> str:
+    if each.param_type_name == "argument" or each.is_flag or each.default in (None, "", []):
+        return ""
+    return f" Default: {each.default}."
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.split()).replace("``", "`").replace("|", "\\|")
+
+
+def pages() -> dict[Path, str]:
+    """The text of each page, by its path, as it should be."""
+    wanted = {
+        "options.md": {"options": options()},
+        "environment.md": {"variables": variables()},
+        "cli.md": {"commands": commands()},
+    }
+    return {
+        FOLDER / name: fill((FOLDER / name).read_text(), parts) for name, parts in wanted.items()
+    }
+
+
+if __name__ == "__main__":
+    for path, text in pages().items():
+        path.write_text(text)

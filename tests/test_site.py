@@ -1,0 +1,138 @@
+"""The site's generated pages are up to date, and its checks find what they look for.
+
+``make site`` builds it, with warnings as errors.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+from actorsnap import errors
+from docs import generate_reference
+from docs.hooks import generated_pages, troubles_of
+from docs.pictures import PictureError, mermaid
+from tests.pages import ROOT
+
+
+@pytest.mark.parametrize("path", generate_reference.pages(), ids=lambda path: path.name)
+def test_a_page_of_the_reference_is_up_to_date(path: Path) -> None:
+    assert generate_reference.pages()[path] == path.read_text(), "run: make docs"
+
+
+def test_each_error_has_its_meaning_and_what_to_do() -> None:
+    page = (ROOT / "docs/reference/errors.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| (.+?) \|$", page, flags=re.MULTILINE)
+    assert sorted(name for name, _, _ in rows) == sorted({*errors.__all__} - {"ActorSnapError"})
+    tree = page.partition("```\n")[2].partition("```")[0]
+    for name in errors.__all__:
+        assert re.search(rf"\b{name}\b", tree), name
+        if base := re.search(rf"\b{name} \((\w+)\)", tree):
+            kind = getattr(errors, name)
+            assert base[1] in {each.__name__ for each in kind.__mro__}
+
+
+def texts_of_the_source() -> str:
+    """Every literal text of the package, f-strings without what they fill in."""
+    found: list[str] = []
+    for path in (ROOT / "actorsnap").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        docs = {node.value for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found += [
+            " ".join(node.value.split())
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docs
+        ]
+    return "\n".join(found)
+
+
+def test_messages_of_troubleshooting_are_those_of_the_source() -> None:
+    page = (ROOT / "docs/troubleshooting.md").read_text()
+    known = texts_of_the_source()
+    for row in re.findall(r"^\| (.+?) \|", page, flags=re.MULTILINE):
+        for message in row.split("`")[1::2]:
+            for part in message.split("...") if " " in message else []:
+                assert part.strip(" ,()") in known, message
+
+
+def test_each_extra_is_in_install() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    page = (ROOT / "docs/install.md").read_text()
+    ours = {"dev", "docs", "release", "test"}
+    missing = [
+        name
+        for name in project["optional-dependencies"]
+        if name not in ours and f"`actorsnap[{name}]`" not in page
+    ]
+    assert missing == []
+
+
+def test_each_option_of_the_storages_has_a_link_from_the_guides() -> None:
+    for page in ("howto/s3.md", "howto/gcs.md"):
+        assert "reference/storage-options.md" in (ROOT / "docs" / page).read_text()
+
+
+def test_the_notebook_runs_in_a_kernel(tmp_path: Path) -> None:
+    notebook = nbformat.read(ROOT / "examples/notebook.ipynb", as_version=4)  # type: ignore[no-untyped-call]
+    resources = {"metadata": {"path": str(ROOT)}}
+    NotebookClient(notebook, timeout=120, kernel_name="python3", resources=resources).execute()
+    outputs = [cell["outputs"] for cell in notebook.cells if cell["cell_type"] == "code"]
+    printed = ["".join(each.get("text", "") for each in output) for output in outputs]
+    assert [text for text in printed if text] == [
+        "100 True\n",
+        "150 160\n",
+        "torch.Size([64, 32]) 150 True\n",
+        "ObjectExists\n",
+    ]
+
+
+def test_pages_are_made_of_other_files() -> None:
+    pages = dict(generated_pages())
+    assert "nn.Sequential" in pages["examples/quickstart_sync.md"]
+    assert "await Snapshot.take" in pages["examples/notebook.md"]
+    assert "(0011-uploader-process.md)" in pages["decisions/index.md"]
+    assert "## Fixed" in pages["changelog.md"]
+
+
+def test_the_check_of_the_site(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<a href="b.html#here">x</a> <a href="b.html#gone">x</a> <a href="gone.html">x</a>'
+        '<a href="https://example.org/">fine</a> <img src="https://example.org/x.png">'
+    )
+    (tmp_path / "b.html").write_text('<p id="here">x</p>')
+    (tmp_path / "x.css").write_text("a { background: url(https://example.org/x.png) }")
+    assert sorted(troubles_of(tmp_path)) == [
+        "a.html: b.html#gone has no such anchor",
+        "a.html: gone.html leads nowhere",
+        "a.html: loads https://example.org/x.png",
+        "x.css: loads from another host",
+    ]
+
+
+def test_pictures() -> None:
+    drawn = mermaid(
+        "sequenceDiagram\n"
+        "    participant a as <one>\n"
+        "    participant b as two\n"
+        "    a->>b: hello\n"
+        "    opt maybe\n"
+        "    Note over b: thinks\n"
+        "    b->>a: answers\n"
+        "    end\n",
+        "mermaid",
+        "picture",
+    )
+    for text in ("&lt;one&gt;", ">two<", ">hello<", ">if maybe<", ">thinks<", ">answers<"):
+        assert text in drawn
+    with pytest.raises(PictureError, match="pie"):
+        mermaid("pie", "mermaid", "picture")
+    with pytest.raises(PictureError, match="unknown line"):
+        mermaid("sequenceDiagram\n    a --> b", "mermaid", "picture")
+    with pytest.raises(PictureError, match="no end"):
+        mermaid("sequenceDiagram\n    opt x", "mermaid", "picture")
