@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks at the built site in headless Chromium: ``python -m docs.browser OUT [PAGE ...]``.
 
 Opens each page at 1280 and at 390 pixels and writes screenshots to OUT. Fails if a page logs an

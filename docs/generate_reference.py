@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the generated parts of the reference: the options, the environment variables, the shell.
 
 ``make docs``. A test fails while a page is out of date.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Hooks of mkdocs: pages made from files outside ``docs``, and a check of the built site.
 
 - The benchmarks, the examples, CONTRIBUTING.md, the decisions and the changelog become pages.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Draws the pictures of the site as inline SVG while it is built.
 
 ``dot`` and ``mermaid`` are formatters of code fences (mkdocs.yml). Graphs and state diagrams are

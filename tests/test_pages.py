@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pages of the site show is what happens; those with tests of their own aside."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The site's generated pages are up to date, and its checks find what they look for.
 
 ``make site`` builds it, with warnings as errors.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the tutorial shows is what happens. Its ranks: ``tests/ranks/test_pages.py``; its bucket:
 ``tests/cloud/test_page.py``.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts of the pages, run as a user runs them."""
 
 from __future__ import annotations
