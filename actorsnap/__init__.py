@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An asyncio-native, actor-based checkpoint runtime for PyTorch.
 
 Public names only. ``actorsnap.sync`` has the same calls for ordinary scripts.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program ``actorsnap``; also ``python -m actorsnap``."""
 
 from __future__ import annotations

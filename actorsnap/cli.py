@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line.
 
 Output goes to stdout, the rest to stderr. Columns are aligned on a terminal, otherwise separated by

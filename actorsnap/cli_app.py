@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The program's name, options and commands, without what these do.
 
 The modules of the commands take half a second to import: ``--help`` and ``--version`` do without.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments, calls, errors and exit codes that all commands share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rows, trees, JSON, differences and values for the command line.
 
 See ``cli`` for columns and control characters.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stays, as the shell writes it: ``last:3``, ``best:loss:min``, ``newer_than:2d``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commands for the root of a training run: see ``docs/manager.md``.
 
 The shell never begins a generation, so it cannot stop a running manager. ``prune`` deletes under

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every error that actorsnap raises, in one tree.
 
 Fields carry the facts; the message adds advice. Errors are picklable. This module imports nothing

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log lines with fields, robust against any logging setup.
 
 A log line must not make a save fail or hang. The application's records may have fields of these

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options of all calls, checked on construction, and the environment.
 
 Defines all defaults. No other module reads an ``ACTORSNAP_*`` variable.

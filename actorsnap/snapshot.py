@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public calls for async code; ``actorsnap.sync`` has the same for ordinary scripts."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The public calls for ordinary scripts: blocking, otherwise the same as the async ones.
 
 Ctrl-C in a call aborts it like a cancellation and is raised after the abort. In a thread with a

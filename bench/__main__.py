@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All rows: ``bench/local.py``, ``bench/tracing.py`` and ``bench/compression.py`` in one process,
 ``bench/ranks.py`` with many, ``bench/cloud.py`` with object stores, ``bench/interference.py``
 beside a trainer, ``bench/memory.py``, ``bench/staging.py``, ``bench/manager.py``,

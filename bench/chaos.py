@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """ckpt-chaos 0.1.8, a stranger's judge, on ``examples/managed.py``: does every kill leave a run
 that goes on?
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A function of a benchmark in a process of its own, watched from outside."""
 
 from __future__ import annotations

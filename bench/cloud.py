@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Object stores: what does the client cost, and who is faster on a real server?
 
 As ``bench/local.py``: one JSON line per row (``ROWS``), contenders in turns, ratios between

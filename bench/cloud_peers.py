@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One adapter per client of an object store, and per library that saves a state with one.
 
 Each does what the library's own documents tell a user to do, and nothing smarter, with its

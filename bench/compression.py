@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does compression cost, and what does it bring? Saves and restores with and without it.
 
 As ``bench/local.py``: one JSON line per row (``ROWS``), ratios between medians of one run. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of other programs, in place: is it as fast as a read, and is little else read?
 
 Without checksums on both sides: these formats have none. Ours opens the checkpoint anew each time.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does a save cost a trainer that goes on: the time it is blocked, and what its steps lose?
 
 As ``bench/local.py``: one JSON line per row (``ROWS``), contenders in turns, ratios between medians

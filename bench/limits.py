@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the machine itself can do: the raw limits that ratios are taken against."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One machine, one process: how near to the machine's own limits, how far from the peers?
 
 Prints one JSON line per row (``ROWS``) on standard output, progress on standard error. A row's

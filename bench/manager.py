@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does a ``CheckpointManager`` leave behind, and what does its retention take from a trainer?
 
 As ``bench/local.py``: one JSON line per row (``ROWS``). Each measurement is made in a process of

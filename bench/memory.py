@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What memory does an asynchronous save take, and does anything grow from save to save?
 
 As ``bench/local.py``: one JSON line per row (``ROWS``). Each measurement is made in a process of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One adapter per library: save, load in place, save in the background.
 
 Each adapter does what the library's own documents tell a user to do, and nothing smarter. A

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Orbax 0.12.8 as an oracle: its policy classes and ours on the same random sets of steps.
 
     python -m pip install --target FOLDER orbax-checkpoint==0.12.8

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does a save of thousands of ranks cost the one process that coordinates it?
 
 And an agreement on a save that rank 0 decides (``CheckpointManager``)?

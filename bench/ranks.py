@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Many ranks on one machine: are the writes balanced, the reads few, and how far are the peers?
 
 As ``bench/local.py``: one JSON line per row (``ROWS``), contenders in turns, ratios between

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training process that begins again: its imports, its model, its checkpoint, its first step.
 
 Each function runs in a process of its own (``bench.child.in_child``), which imports only what a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does a manager ask of S3 at a root of many snapshots, and how long does it look?
 
 A real S3 server on loopback, with a proxy in front that adds a round trip to each request. The

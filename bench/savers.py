@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One adapter per asynchronous save, to a folder or to S3: begin, ask, wait, load back.
 
 As ``bench/peers.py``: each does what the library's own documents tell a user to do.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does a restore of a snapshot of thousands of ranks cost a rank, and the storage?
 
 As ``bench/local.py``: one JSON line per row (``ROWS``). The snapshots are those of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots of thousands of ranks without their processes.
 
 What a rank captures follows from its place in a mesh; from there on, ``SaveDecisions`` of one

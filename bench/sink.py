@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An object store that costs next to nothing: what is left of a run is the client.
 
 ``python -I -S bench/sink.py PORT`` serves S3 and the JSON interface of Google Cloud Storage on

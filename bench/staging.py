@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What do the copies cost? Of small tensors, against other ways to gather them; of a CUDA device,
 against its bus: told as skipped where there is none.
 """

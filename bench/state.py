@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The states that are saved: made of random bytes once, the same in every run."""
 
 from __future__ import annotations

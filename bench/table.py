@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns the JSON lines of ``python -m bench`` into the tables of bench/README.md.
 
 ``python -m bench | tee rows.jsonl; python -m bench.table rows.jsonl``

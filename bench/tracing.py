@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What does a trace cost? A save with ``Options.trace`` beside one without, in turns."""
 
 from __future__ import annotations

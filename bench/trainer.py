@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trainer to disturb: one thread, small Python operations and matrix products."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A training as users have it: Llama 2 7B in bf16 with AdamW, saved, restored, begun again.
 
 As ``bench/local.py``: one JSON line per row (``ROWS``), contenders in turns, ratios between medians

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real ranks for a benchmark: processes over gloo that one process tells what to do.
 
 A rank runs one function at a time, on all ranks the same one, and keeps what it is to keep in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts the figures of docs/architecture.md: ``python -m docs.count [folder of a package]``."""
 
 from __future__ import annotations

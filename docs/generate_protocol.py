@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes the generated parts of docs/protocol.md: the messages, and the machines' diagrams.
 
 ``make docs``. What stands between two marks ``<!-- begin x -->`` and ``<!-- end -->`` is

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains with Hugging Face's Accelerate, is killed in the middle of a save, and resumes.
 
     python examples/accelerate_resume.py

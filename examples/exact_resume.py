@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks that a training resumes exactly, and shows what happens if it forgets something.
 
     python examples/exact_resume.py

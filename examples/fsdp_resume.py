@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small transformer with FSDP2 on 2 ranks; resumes it on 1 and on 3.
 
     torchrun --nproc-per-node 2 examples/fsdp_resume.py --folder ckpt

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a tiny Llama with Hugging Face's Trainer, is killed in the middle of a save, and resumes.
 
     python examples/hf_trainer.py

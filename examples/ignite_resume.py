@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch-Ignite: a trainer that saves snapshots, is killed in the middle of a save, and resumes.
 
     pip install 'actorsnap[ignite]'

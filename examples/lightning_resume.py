@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: a ``Trainer`` that saves snapshots, is killed in the middle of a save, and resumes.
 
     pip install 'actorsnap[lightning]'

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains with a ``CheckpointManager``: resumes by itself, and keeps what a policy says.
 
     python examples/managed.py --folder runs/7

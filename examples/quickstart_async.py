@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots from a trainer that is a coroutine."""
 
 from __future__ import annotations

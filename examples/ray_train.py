@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Train: two workers that save snapshots together; one is killed, and both resume.
 
     pip install 'actorsnap[ray]'

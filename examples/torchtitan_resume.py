@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains with torchtitan's parts, and ``actorsnap.interop.torchtitan`` as its checkpoint manager.
 
     pip install 'actorsnap[torchtitan]'

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trains a small transformer, is killed in the middle of a snapshot, resumes, and compares.
 
 Three runs, each a process of its own, of the same training on the text of the Python standard

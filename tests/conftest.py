@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every test gets: one loop backend, blockbuster, hypothesis profiles, a leak check.
 
 pytest-asyncio runs the asynchronous tests of the public API, as users run it. anyio's plugin runs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stands in the code blocks of README and the pages of ``docs``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`make dist` runs it in an environment that has the wheel and no extra."""
 
 from __future__ import annotations

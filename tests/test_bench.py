@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The protocol's benchmark on small jobs: a repeated save sends little, and no inventory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks of object stores, on a small state: what they say is measured, of real saves."""
 
 from __future__ import annotations

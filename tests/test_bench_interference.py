@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark beside a trainer, on a small state."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Nothing grows from save to save, and the memory of one is bounded: the benchmarks' functions."""
 
 from __future__ import annotations

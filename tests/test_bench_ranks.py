@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmarks with many ranks, on small states: what they say is measured, and of real saves."""
 
 from __future__ import annotations

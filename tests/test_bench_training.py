@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The benchmark of a training, on a small model: what it says is measured, and of real saves."""
 
 from __future__ import annotations

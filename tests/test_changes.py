@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fragments of the changelog become a part of CHANGELOG.md."""
 
 from __future__ import annotations

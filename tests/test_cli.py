@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The command line: what it prints, what it ends with, and what it never does to a terminal."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commands for a root: what they print, end with, delete and leave alone."""
 
 from __future__ import annotations

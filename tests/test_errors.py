@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of errors, and errors from other processes, have all that the original has."""
 
 from __future__ import annotations

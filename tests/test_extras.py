@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is missing without an extra is said in one line, where it is needed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the pages of integrations and migrations show is there; exports are run.
 
 No framework is imported: names are looked up in the source of the adapters, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots that earlier releases wrote are read for ever; damaged ones are told as such.
 
 ``tests/golden/make_v1.py`` made ``tests/golden/v1`` and says what must come back, as

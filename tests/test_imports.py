@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``import actorsnap`` brings along. How long it takes is a row of the benchmarks."""
 
 from __future__ import annotations

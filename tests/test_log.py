@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Log lines and applications that have made logging their own."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Options from the environment, and the size of chunks under a budget."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the pages about preemption and XLA name is there. Commands of other systems are not run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """docs/protocol.md says what the source says."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The fault proxy: does each fault happen, where it should and no more often?"""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What README shows is what happens.
 
 Object storage: ``tests/cloud/test_page.py``; many ranks: ``tests/ranks/test_pages.py``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real processes that save together: ranks over gloo, forked by a helper.
 
 Importing torch takes seconds. ``python -m tests.worlds`` imports it once, then forks for each line

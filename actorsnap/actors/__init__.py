@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Actors: perform the decisions of the protocol. anyio only."""

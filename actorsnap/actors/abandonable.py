@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs a call's work in a storage that may hang, and stops waiting for it on cancellation.
 
 A thread in a system call cannot be stopped: a write to a dead NFS server may never return. So each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performs one agreement (``protocol.agreement``) on one rank."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A first-in-first-out byte budget, shared by all snapshots of a process.
 
 Strictly in order, so small requests do not starve a large one. One larger than the budget is

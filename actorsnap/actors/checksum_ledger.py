@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Collects the checksums of stored chunks, and makes the rank manifest from them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commit: the one operation that makes a snapshot visible.
 
 Looks first, writes the commit object, and looks again if there was no answer.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compresses staged chunks and stores each as a separate object (``docs/format.md``).
 
 Threads compress a chunk in short turns, into leased memory. A chunk that does not shrink is stored

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The workers that move bytes, as many at a time as ``planning.transfers`` decides."""
 
 from __future__ import annotations

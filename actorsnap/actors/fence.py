@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Keeps steps of the trainer from changing state that lazy staging has not copied yet.
 
 A trainer's thread waits for a ``Watch``; all else runs on the runtime's loop.

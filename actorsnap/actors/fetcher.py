@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads stored bytes into the caller's memory, as ``planning.restore`` plans, and verifies them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the reader of a checkpoint that another program wrote, and what it must return.
 
 A reader is an async function, registered in the entry-point group ``actorsnap.formats``. It looks

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the actors of one save, or passed between them; never encoded."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The objects that a rank writes in one save."""
 
 from __future__ import annotations

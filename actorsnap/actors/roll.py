@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Adds the roll call of ``protocol.roll`` to the transport's ends. On the loop only."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Performs ``protocol.rounds`` for the coordinator and for a rank."""
 
 from __future__ import annotations

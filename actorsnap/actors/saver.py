@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's part in one save, from its inventory to the outcome.
 
 ``Saver._save`` is the script; bytes move from staging to the uploaders over one bounded stream.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the commit object of a snapshot, and reads its rank manifests."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The staging actor: turns planned chunks into bytes that are safe to hash and write.
 
 A blocking save views contiguous CPU tensors in place; others are copied.

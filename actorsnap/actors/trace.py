@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Progress of a running call, and a record of its actors' work.
 
 A ``ProgressBoard`` holds the latest state only: a slow reader never delays a save. A ``Recorder``

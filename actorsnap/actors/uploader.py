@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The uploader actors: hash staged chunks and write them.
 
 Each chunk is hashed once, in the memory that is written. If the storage can be called from threads,

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stored data (``docs/format.md``): geometry, layout, schema, checksums. No I/O, no torch."""

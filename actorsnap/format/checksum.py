@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CRC32C of bytes, of blocks, and of concatenations from their parts (``docs/format.md``,
 "Blocks").
 

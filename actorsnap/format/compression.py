@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Codecs, and frames of compressed chunks (``docs/format.md``, "Compressed data object").
 
 The shuffle gathers the first bytes of all items, then the second ones, and so on: neighbouring

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Recognizes data without a commit object: from the keys, the URL or a file's head."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes in index space, and their flat ranges. The only index arithmetic of the package.
 
 A box is the part ``offsets[d] <= i[d] < offsets[d] + sizes[d]`` of a tensor's indices.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names objects and claims, and lays out leaves in data objects that safetensors can open.
 
 Implements ``docs/format.md`` ("Objects", "Data object").

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The schema of format version 1: commit object, rank manifests, entries (``docs/format.md``).
 
 The only code that encodes, decodes and validates them. A valid document names only bytes that

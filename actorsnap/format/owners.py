@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The owner index: which ranks stored which boxes (``docs/format.md``, "Owner index").
 
 Each path stands in it once per kind: boxes that a mesh cuts follow from the mesh, irregular ones

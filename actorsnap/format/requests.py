@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests of the shell at a root: "save soon".
 
     <root>/.manager/requests/<nonce>.json   ``RequestRecord``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names and records at a root, which holds the snapshots of one training run.
 
     <root>/step-0000000500.g8/           a snapshot: step 500, saved by generation 8

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The codec of rank manifests, which begin with a table of their entries (``docs/format.md``).
 
 A reader decodes a whole manifest; or the table from a prefix, and then the pages it needs. Entries

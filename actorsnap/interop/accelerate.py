@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``save_state`` and ``load_state`` of Hugging Face's Accelerate, over snapshots.
 
 from actorsnap.interop.accelerate import load_state, save_state

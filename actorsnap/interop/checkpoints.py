@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checkpoints of frameworks that gather all state into one dict, and let one process store it.
 
 Such a dict is saved under its own keys, in the background, by this process alone: also in a job of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes snapshots as checkpoints of ``torch.save`` and of torch.distributed.checkpoint (DCP).
 
 The pickles of these formats are the only ones that this package writes without being asked for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch-Ignite: a save handler for ``ignite.handlers.Checkpoint``.
 
 See ``docs/integrations/ignite.md``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lightning: a ``CheckpointIO`` for one device, DDP and Fabric.
 
 See ``docs/integrations/lightning.md``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ray Train: workers that save snapshots together, and report them.
 
 See ``docs/integrations/ray.md``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.save`` and ``torch.load``, over snapshots.
 
     from actorsnap.interop.torch import load, save

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes what ``torch.save`` writes: a zip file of a pickle and storages, without having the data.
 
 The pickle is of tensors and plain values only, so ``torch.load(weights_only=True)`` reads it. Data

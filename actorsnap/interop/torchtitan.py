@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's checkpoint manager, over snapshots. See ``docs/integrations/torchtitan.md``.
 
     from actorsnap.interop.torchtitan import CheckpointManager

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TorchTNT's ``TorchSnapshotSaver``, over snapshots. See ``docs/integrations/torchtnt.md``.
 
     from actorsnap.interop.torchtnt import TorchSnapshotSaver

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ``transformers.Trainer`` that saves in the background, and resumes from whole saves only.
 
 A save is made in ``tmp-checkpoint-N``. Once it is committed, ``trainer_state.json`` is added, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """PyTorch/XLA's ``CheckpointManager``: its calls, over ``actorsnap.manager``.
 
     from actorsnap.interop.xla import CheckpointManager, prime_optimizer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides which snapshots to save, keep and restore: ``CheckpointManager`` for async code.
 
 ``actorsnap.manager.sync`` has the same for ordinary scripts. The first manager imports torch: the

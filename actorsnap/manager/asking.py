@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A manager's part in agreements: saves that rank 0 decides for all ranks.
 
 The trainer's thread counts its calls; on rank 0 it also asks the policies. A wish becomes an

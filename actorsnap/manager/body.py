@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The calls of a manager, as scripts for both facades.
 
 Each rank decides alone whether a step is due (``planning.cadence``): no message is sent until one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a manager has done, for ``CheckpointManager.events``.
 
 A board keeps the latest events for any number of iterators. An iterator begins with the oldest one

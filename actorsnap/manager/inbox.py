@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests at a root, for saves of the manager that runs there. On the runtime's loop."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank 0's part of a manager: finds what can be restored, verifies saves, deletes what goes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Looks at a root and marks its snapshots: what any process may do next to a running manager.
 
 None of it takes a generation, so none of it stops a manager.

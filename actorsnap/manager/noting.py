@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The metadata that a manager stores with a snapshot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments and results of a manager's calls."""
 
 from __future__ import annotations

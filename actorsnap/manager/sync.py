@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``actorsnap.manager`` for ordinary scripts: blocking, otherwise the same."""
 
 from __future__ import annotations

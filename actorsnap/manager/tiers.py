@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A tier: a fast place for new snapshots of a root, which are copied to the root later.
 
 The root is the authority: generations, marks and the fence between managers are there alone. A tier

@@ -1,1 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
 """Pure functions: inventory or manifest in, plan out. No torch."""

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans a file that is assembled from fragments: which bytes are copied inside a storage, which are
 sent, and in which writes.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When to save: policies of two kinds.
 
 *Step policies* depend on the step alone. All ranks call the manager with the same steps, so each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans the copy of a snapshot: its objects, their order and writes, and the bytes to reuse.
 
 A copy has the same objects, byte for byte, written in the order of ``docs/format.md``. Writes are

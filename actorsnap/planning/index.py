@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's view of a snapshot, merged from the manifests of all ranks (``docs/format.md``).
 
 All ranks may read shards (joined by path), ``replicated`` entries and everything in a snapshot of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A rank's inventory, and checks that ranks agree about sharded tensors.
 
 A *scope* is a list of items that several ranks hold; inventories name it by a digest. Private items

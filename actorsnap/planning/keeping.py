@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What stays at a root: the timeline of a run, retention policies, and a verdict on each step.
 
 Policies are pure functions of the stored steps. They have no memory, no clock and no storage, so a

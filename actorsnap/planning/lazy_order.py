@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Orders the chunks that a lazy staging copies; leaves, chunks and optimizers are numbers.
 
 1. Eager chunks, with bytes of an eager leaf: the caller of the save waits for them.

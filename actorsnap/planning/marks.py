@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the marks of a snapshot mean together: its late metrics, and who pinned it.
 
 Marks are merged in the order of their numbers, so all readers get the same result. An expiry counts

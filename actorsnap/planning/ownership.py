@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Computes the owner index of a save, and answers which ranks stored what.
 
 ``owners_of`` knows only what rank 0 knows when a save is planned. ``OwnerIndex`` is what a reader

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Packs leaves into data objects and splits a rank's writes into chunks (``docs/format.md``).
 
 Aims at a few balanced objects that finish together; small leaves keep traversal order, so that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Changes the paths of an index before it is compared with an app state.
 
 Checkpoints of wrapped models have prefixes (``_orig_mod.``, ``module.``), those of other programs

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans the reads of a restore, from boxes of tensors to stored bytes."""
 
 from __future__ import annotations

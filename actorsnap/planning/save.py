@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Assigns writes to ranks, from the ranks' inventories.
 
 The holders of common items write them once, together: each writes one range of the bytes, sized for

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The stored boxes of tensors, as columns of numbers.
 
 One process that restores what a thousand ranks saved has a million of them: an object for each

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Plans the reads of ranks that want the same bytes: every rank reads all, or each reads a part.
 
 *Direct*: every rank reads all bytes that it wants. *Shared*: the ranks of a set (all ranks, or the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What all rank manifests of a snapshot add up to, from one look at each.
 
 Keeps some bytes per data object and rank that wrote to it, and nothing per leaf: a tool that needs

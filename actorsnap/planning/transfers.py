@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much to move over a network at a time, from how the last transfers went.
 
 Both classes are told durations; neither has a clock.

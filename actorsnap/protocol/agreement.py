@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agreement of the ranks on the call of ``maybe_save`` that serves a wish of rank 0.
 
 Calls are counted, not steps: all ranks make the same calls. Rank 0 invites all ranks to one round

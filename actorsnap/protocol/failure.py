@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encodes exceptions for other processes and ranks, and describes why an attempt failed.
 
 Encoding never raises, whatever the exception's methods do: the receiver would wait until the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between ranks and the coordinator during a save or a restore, without the payloads of
 rounds (``protocol.save``, ``protocol.restore``).
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Limits how much uploads slow the trainer's steps: a proportional controller.
 
 ``PaceController`` compares the mean times of steps during and without saves; their ratio less 1 is

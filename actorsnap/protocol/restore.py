@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decisions of a restore and of its dry run, over ``protocol.rounds``.
 
 0. *Ready*: Each rank has checked its input and begun to read the index of the same attempt. Only

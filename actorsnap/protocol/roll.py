@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The roll call at the beginning of each call that ranks make together.
 
 A rank's first heartbeat contains a digest of its call's ``Label``. Messages may be repeated or

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A call that all ranks make together, as a sequence of rounds.
 
 A rank works, *arrives* at the next round with a payload, and waits. When all ranks of the round

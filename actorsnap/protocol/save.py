@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The decisions of a save, over ``protocol.rounds``.
 
 0. *Joined*: Each rank sends a digest of its inventory. The coordinator asks one rank per unknown

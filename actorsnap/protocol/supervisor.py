@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Decides when a trainer has an uploader process, and the fate of saves when it dies.
 
 1. The first save, or an earlier request, starts a process. Saves are sent when it is ready.

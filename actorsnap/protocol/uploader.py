@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames between a trainer and its uploader process, which are of the same release.
 
 The trainer captures and stages; the process runs the participant, the coordinator and the storage

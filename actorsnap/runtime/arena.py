@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Staging memory, reused by later saves.
 
 Touching fresh memory is slow (2.4 instead of 5.2 GiB/s per thread), so released blocks are kept.

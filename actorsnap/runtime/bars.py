@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shows how far a call is, while it blocks its caller: a bar per phase on a terminal and in a
 notebook, a log line per ten seconds elsewhere.
 

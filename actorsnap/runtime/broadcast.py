@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Broadcasts CPU memory over a private gloo group: the job's own groups stay in step even if a
 broadcast fails.
 """

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compares an app state with a snapshot, without reading data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies a checkpoint of another format: writes a snapshot of ours, with checksums from then on.
 
 The ranks of the source stay ranks. Objects are packed as in a save, and each chunk is read from the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script of ``Snapshot.copy_to``.
 
 The copy has the source's object keys, so manifests and commit object are byte-identical. Each byte

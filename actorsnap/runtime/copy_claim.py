@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The claim of a copy on the attempt that it writes (``docs/format.md``, "Claims").
 
 Keeps collectors and other copies away, and lists complete objects for a resume.

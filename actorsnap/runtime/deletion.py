@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deletes snapshots of a root.
 
 An intent for each; then a second look, for a later run and for pins; then the commit objects, which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes files of other formats from a snapshot, whatever the format.
 
 A file is a sequence of parts: bytes that are known, those of tensors, and bytes that follow from

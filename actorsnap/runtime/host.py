@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The runtime: an event loop on its own thread, and worker threads.
 
 The first call starts the only ``Host`` of the process. Callers enter its loop only through this

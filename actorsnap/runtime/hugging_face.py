@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script of ``Snapshot.export_hf``: safetensors files that ``from_pretrained`` opens.
 
 Data objects are safetensors files already, so most bytes need no look: a file is a new header and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preemption notices of cloud instances, from the metadata servers of AWS and Google.
 
 Plain HTTP by the standard library, never through a proxy, with short timeouts. Any other answer

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames over a socket pair: length (four bytes) and msgpack data."""
 
 from __future__ import annotations

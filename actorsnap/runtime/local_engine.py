@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes a save in this process, from captured state to garbage collection."""
 
 from __future__ import annotations

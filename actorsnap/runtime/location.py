@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Locations of snapshots and their storages; checks of arguments."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lists and deletes snapshots; finds attempts and claims, and deletes what can no longer commit.
 
 Implements "Crash windows" of ``docs/format.md``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads the rank manifests of a snapshot in a stream: a few are in memory at a time."""
 
 from __future__ import annotations

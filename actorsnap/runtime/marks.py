@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Marks of snapshots at a root: puts, merges and removes them. See ``format.steps``.
 
 A pin and a deletion can meet. The deletion stores its intent, then lists the marks; who pins stores

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sources of preemption notices: signals, Slurm, a file, a function, cloud metadata.
 
 A watcher learns that the process is about to be ended, and calls ``on_notice`` with what it knows.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies a snapshot in the uploader process, where a trainer's steps hardly notice it.
 
 In the trainer's process a copy wants the GIL, and cores at the trainer's own priority. It is

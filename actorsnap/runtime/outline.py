@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The leaves of a snapshot, and the tree that they form, as people read them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Measures training steps and slows down uploaders for ``Options.max_slowdown``.
 
 ``protocol/pacing.py`` decides. Steps, reported by the trainer's thread, take microseconds: only a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTML pages of one file that makes no request: a template, with data and tables put into it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The index of a snapshot of many ranks, as far as one rank wants it.
 
 Before the rank knows what it wants, it reads the owner index; then its own manifest, and those of

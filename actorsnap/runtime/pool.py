@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worker threads for blocking calls, first come first served. Independent of event loops.
 
 One thread per core: copies and checksums gain nothing from more. Jobs that wait for a network do,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Identities and checks of processes, usable memory and cores."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts that read the index of a snapshot: no values, and so without torch."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Restores a lost commit object.
 
 Implements "A lost commit object" of ``docs/format.md``. Checks every manifest and byte before it

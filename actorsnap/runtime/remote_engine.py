@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer's half of a save in the uploader process: capture and staging.
 
 Staged chunks keep their memory, so that a new process can repeat the save, until the save ends

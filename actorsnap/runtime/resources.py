@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shared by the saves and reads of a process: memory, pace, attempts and the order of commits."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The script of ``Snapshot.restore``."""
 
 from __future__ import annotations

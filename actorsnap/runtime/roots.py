@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A root: the folder of one training run's snapshots, and the manager's records about them.
 
 Names and records are in ``format.steps``. A name is never reused for other content, so commit

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that ranks make together, in rounds (``protocol.rounds``)."""
 
 from __future__ import annotations

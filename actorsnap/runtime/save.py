@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A ``Save`` has its callers' futures and one outcome. An engine makes it: ``LocalEngine`` in this
 process, ``RemoteEngine`` with the uploader process.
 """

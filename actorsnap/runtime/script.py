@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the scripts of public calls, for callers on an event loop (without blocking it) and in plain
 threads.
 """

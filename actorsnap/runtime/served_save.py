@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A trainer's save in its uploader process: the other half of ``RemoteEngine``.
 
 The trainer copies the state into the arena and relays messages of its mailbox. If it ends and the

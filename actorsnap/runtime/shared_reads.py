@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reads of each rank in a restore (``planning.shared_reads``).
 
 Ranges wanted by several ranks are read once: each rank reads pieces and sends them to the others,

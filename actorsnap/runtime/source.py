@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A snapshot that may exist: opens it and caches its index."""
 
 from __future__ import annotations

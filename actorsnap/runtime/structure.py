@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes a captured app state for the uploader process, and back."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The bodies of the calls that save.
 
 Each is a ``Script``: runs in the caller's thread, where ``state_dict`` belongs, and yields steps

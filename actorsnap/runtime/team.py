@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This process' place in a group of ranks, kept for later saves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Counts, sizes and ages as text, and text that cannot steer a terminal."""
 
 from __future__ import annotations

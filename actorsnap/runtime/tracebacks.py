@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes tracebacks of public calls short: they end where the user's code called actorsnap.
 
 An error of actorsnap is complete in its message, fields, notes and causes; a user who reads 25

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A recording on disk, as JSON in Chrome's trace event format ("Trace Event Format", Google), for
 ``chrome://tracing``, https://ui.perfetto.dev and ``actorsnap trace``.
 

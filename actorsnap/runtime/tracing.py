@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Observes a call: records it and exports the recording at its end, to a file (``Options.trace``)
 and OpenTelemetry (``Options.otel``), or from the uploader process to the trainer. Errors of a sink
 are logged and never fail the call.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What takes the space of a snapshot, over all its ranks: data of a page with a treemap."""
 
 from __future__ import annotations

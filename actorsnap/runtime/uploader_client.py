@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The trainer's end of its uploader process: starts and watches it, and hands saves to it.
 
 ``protocol.supervisor`` decides. The process is executed, not forked, does not import the user's

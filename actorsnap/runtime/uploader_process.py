@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The main program of the uploader process.
 
 Serves the trainer over the link, with a ``ServedSave`` per save and a ``ServedCopy`` per copy. Its

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scripts that read values of a snapshot, without an app state."""
 
 from __future__ import annotations

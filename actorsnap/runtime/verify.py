@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Verifies a snapshot: ``quick`` without torch."""
 
 from __future__ import annotations

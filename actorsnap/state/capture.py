@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Turns an app state into leaves with bytes and finished entries (``docs/format.md``, "Entries").
 
 Runs in the caller's thread and copies no tensor: the result refers to live memory. It must not know

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Splits sparse and quantized tensors into dense parts, without copies, and assembles them.
 
 Implements "Composite layouts and their parts" of ``docs/format.md``.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All calls to devices; copies from CUDA to the host (``docs/decisions/0013-staging-copies.md``).
 
 Another kind of device needs a class like ``Cuda`` here, a choice between them in place of

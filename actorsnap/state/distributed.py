@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes distributed tensors as boxes.
 
 Also finds plain leaves that DistributedDataParallel or a mesh keeps equal. Calls no collective:

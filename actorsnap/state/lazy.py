@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds leaves that may be copied after the call returns, and detects changes to them.
 
 Also installs the hooks that make an optimizer's step wait.

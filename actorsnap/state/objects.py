@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Encodes leaves that are no tensors, inline or as bytes (``docs/format.md``).
 
 Types outside of a closed set are pickled if allowed, else refused. Equal sets are encoded alike in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Primes optimizers, and names states independently of the parallelism."""
 
 from __future__ import annotations

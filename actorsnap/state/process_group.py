@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the ranks that save together, and their store.
 
 They come from a process group, the caller's store, or torchrun's environment variables, without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Instances of dataclasses, namedtuples and enums as named records (``docs/format.md``, "Records").
 
 A record names its class; it is rebuilt only for a class that the caller has allowed. Nothing here

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory regions of tensors and arrays, and groups of leaves that share memory.
 
 Implements "Tensors that overlap in memory are stored once" of ``docs/format.md``: the base of a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A captured app state, and byte sources and sinks: how saving and storage access its bytes.
 
 The uploader process imports this module, so it must not import torch. See

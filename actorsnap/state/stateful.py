@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Statefuls: the objects in an app state.
 
 Decides which app states are valid, and how far a stateful may differ from a state to load. It must

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Byte sources and sinks of tensors and arrays, dtype names, and refusals of tensors.
 
 Bytes are in C order. They are accessed in place, or copied where layout or device require that.

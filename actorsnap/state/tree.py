@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Flattens state dicts into paths and leaves, and rebuilds them (``docs/format.md``, "Paths").
 
 Pure: it must not know torch, entries or storage. Containers are exactly ``dict``, ``OrderedDict``,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of PyTorch/XLA's SPMD mode, as boxes.
 
 There a program is one for the devices of all processes: a tensor on the XLA device is global, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where snapshots are stored.
 
 ``base`` defines a backend's duties; ``registry`` finds and imports one by URL; ``wrapper`` is the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The interface of a storage backend.
 
 A storage is a flat space of objects under one URL. Keys are relative, ``/``-separated, without

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage in a folder of a POSIX file system: plain paths, ``fs://path``, ``file:///path``.
 
 Implements the write order of ``docs/format.md``. The path is taken verbatim: no ``%`` decoding, no

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage in any file system of fsspec: ``abfs://``, ``hf://``, ``sftp://``, ...
 
 For schemes without a backend here; ``fsspec+s3://`` forces fsspec's. Needs ``actorsnap[fsspec]``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage in a bucket of Google Cloud Storage: ``gs://bucket/some/prefix`` or ``gcs://``.
 
 - A key's object is named ``prefix/key``. ``put_if_absent`` and writers create with

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests to one bucket of Google Cloud Storage, by its JSON API.
 
 All requests go over a ``Wire``; access tokens come from the caller or from gcloud-aio-auth. An

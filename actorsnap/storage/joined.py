@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shows ranges of several objects as one object, for leaves of other formats that are in pieces."""
 
 from __future__ import annotations

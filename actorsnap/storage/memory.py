@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage in this process's memory: ``memory://name/some/prefix``.
 
 A space is shared by all instances with its name, from any thread and event loop. No blocking I/O,

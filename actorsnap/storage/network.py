@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The common parts of storages over a network: options, URLs, headers, retries, an adaptive limit.
 
 The limit belongs inside of the retries: an operation that waits for its next try takes no turn.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """System calls of a durable folder of files. All functions block."""
 
 from __future__ import annotations

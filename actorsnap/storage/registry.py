@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a URL to a storage, whose backend is loaded on first use.
 
 Backends register as ``scheme = "module:factory"`` with a ``StorageFactory``: built-in ones in a

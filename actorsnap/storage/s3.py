@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage in a bucket of S3 or of a compatible server: ``s3://bucket/prefix``.
 
 - Objects of up to 1 MiB are one put, on completion; joined writers cannot write them.

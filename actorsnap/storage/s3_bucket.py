@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Requests to one bucket of S3, and the server's abilities.
 
 Decides which checks a body carries, and finds out which of them the server makes.

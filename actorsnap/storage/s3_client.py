@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The client of an S3 endpoint: options, credentials, signatures, requests, errors.
 
 aiobotocore resolves the endpoint, refreshes credentials, builds and parses control calls. All bytes

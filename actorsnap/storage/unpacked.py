@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shows Zstandard streams of other programs as what they hold, for leaves inside of them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An HTTP/1.1 client for bulk bytes: memory to socket and socket to memory, without a copy.
 
 Each exchange (request and response) blocks on a worker thread, without the GIL

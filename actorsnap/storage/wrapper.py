@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The base of all wrappers around a storage: every verb, through one hook. And the outermost one.
 
 A policy overrides ``around`` and, for worker threads, ``around_blocking``; or switches blocking I/O

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tools for tests of actorsnap, of its plugins and of training jobs. Public and stable.
 
 Only ``StorageConformance``, imported on first use, needs pytest and hypothesis.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The contract of ``actorsnap.storage.base`` as a test suite for backends.
 
 Needs pytest, hypothesis and anyio's pytest plugin. A complete test module::

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storages that fail, stall, slow down or kill the process on purpose.
 
 Operations are counted to place a fault. Tests must assert ``was_hit``, or may pass without one.

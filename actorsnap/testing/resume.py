@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds state that a training job forgets to save.
 
 A trainer that is restored must go on exactly as one that was never interrupted. ``check_resume``

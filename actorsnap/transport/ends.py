@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Interface of a transport, and ends whose messages pass through a link.
 
 A transport carries messages between participants (one per rank) and the coordinator of one call, in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that rank 0 opens at any time, over the mailboxes of a ``StorePort``.
 
 Ordinary calls are numbered in the order in which the callers make them. Invited calls have numbers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The threads of a store port: they send and receive frames, which ``transport.store`` interprets.
 
 One thread sends, one receives, each on its own connection (``clone``). Loop and threads share two

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A store with queues for ranks whose own store has none.
 
 Jobs that begin with ``init_method="file://..."`` have a FileStore. The group's rank 0 hosts a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The transport between processes: mailboxes in the job's c10d store.
 
 Every rank has a mailbox, a queue in the store. A ``StorePort``, kept from save to save, is one

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors that lie on some ranks each, without a process group: for simulated worlds."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that agree on a call, over a bad network and under a virtual clock."""
 
 from __future__ import annotations

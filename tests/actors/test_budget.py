@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The byte budget: first in, first out, never exceeded, nothing lost on cancellation."""
 
 from __future__ import annotations

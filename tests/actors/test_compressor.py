@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What becomes of a chunk: frames that give its bytes back, or the chunk as it is."""
 
 from __future__ import annotations

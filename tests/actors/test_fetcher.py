@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Fetchers: what a cancellation reaches, and what lies between wanted bytes."""
 
 from __future__ import annotations

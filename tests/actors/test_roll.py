@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The roll call between simulated ranks, under a virtual clock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that pass rounds together, and share what they read, under a virtual clock."""
 
 from __future__ import annotations

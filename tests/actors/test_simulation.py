@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole worlds in which everything goes wrong: all commit or all abort, in time, and whole.
 
 A seed draws a world: how many ranks, what they hold, how slow storage and network are, and which

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whole saves of simulated worlds, under a virtual clock: one outcome, always, in time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What forked children of the zygote do. Arguments and results are JSON."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Breaks snapshots on a file system on purpose: bytes, or documents that are signed anew."""
 
 from __future__ import annotations

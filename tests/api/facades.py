@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Both facades behind one: a test is written once and runs through ``await`` and blocking.
 
 ``api.run`` takes what a call of ``api.Snapshot`` returned: a coroutine of the async facade runs

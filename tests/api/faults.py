@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``faulty://<url>``: the place at ``<url>`` through whatever wrapper a test has chosen.
 
 Every call of the API opens its storage anew, some twice. Here all openings of one scenario

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A managed run of six saves with a rewind, and what is at its root: for tests of faults.
 
 The operations of all storages below the root count together. See ``Tally``.

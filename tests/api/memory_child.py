@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Scenarios in a process of their own: by how much a call grows the process at its peak.
 
 ``python -m tests.api.memory_child FOLDER SCENARIO ...`` prints each one's growth in bytes. The

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Small known states, and what lies at a place: the words in which tests of faults speak.
 
 A state is told by its number: ``state(3)`` and ``state(4)`` differ in every leaf, so a

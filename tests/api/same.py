@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Deep comparison that knows what a snapshot promises: types, bits, order, layouts.
 
 ``==`` is of no use here: ``1 == True == 1.0``, ``NaN != NaN``, and tensors compare by element.

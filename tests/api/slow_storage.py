@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A storage whose writes wait for the test: what a trainer does meanwhile is then no race.
 
 ``GatedStorage`` lets a number of bytes through and holds the rest until the gate is opened.

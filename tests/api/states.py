@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """States for tests: one small builder per kind of leaf. Each call builds equal, separate memory.
 
 ``golden`` snapshots and round trips use the same cases, so a kind that is added here is tested

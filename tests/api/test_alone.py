@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A view that is read without the rest of its base."""
 
 from __future__ import annotations

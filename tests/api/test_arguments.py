@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Arguments of the wrong type are refused before anything happens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of the async facade that nobody awaits, and all the ways to await them."""
 
 from __future__ import annotations

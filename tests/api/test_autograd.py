@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A restore is a write that autograd must see."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad input and bad places: each has an error that says what is wrong and what to do."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cancellation, Ctrl-C and the deadline, in every stage of every call.
 
 A barrier holds the k-th storage operation, so that the cancellation comes in the middle of it,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``actorsnap.testing.check_resume``: finds each kind of state that a job forgets."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The commit object's two names, and complete attempts that lost theirs."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Compressed snapshots: every call reads them, damage is found, and nothing waits for ever."""
 
 from __future__ import annotations

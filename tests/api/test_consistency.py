@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The torn-write test: ``async_take`` saves what the tensors held when it was called.
 
 The storage holds every byte back until the trainer has overwritten all of its memory, so that a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies between storages: the same bytes, committed last, resumed, and never a mixture."""
 
 from __future__ import annotations

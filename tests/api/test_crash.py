@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGKILL at every write of a save: the old snapshot or the new one, never a mixture or an error.
 
 Real processes on the real file system. Each sweep goes on until a run survives.

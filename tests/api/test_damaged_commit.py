@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A commit object that cannot be read is damage, not "no snapshot": it can be told and removed."""
 
 from __future__ import annotations

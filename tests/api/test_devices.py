@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves of tensors on devices, on one that is simulated: order, memory, and number of copies."""
 
 from __future__ import annotations

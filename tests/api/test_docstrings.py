@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``help()`` of each public method: complete in both facades, with examples that run."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Snapshot.export_hf``: what is written, refused, left behind; servers: ``tests/cloud``."""
 
 from __future__ import annotations

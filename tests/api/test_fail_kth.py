@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The k-th storage operation fails, for every k: a clear error, nothing half-committed.
 
 Each sweep runs until a run has met no failure, so it covers operations that are added later.

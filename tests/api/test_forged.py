@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Documents that are intact, but lie: refused before memory is taken, and found by ``verify``."""
 
 from __future__ import annotations

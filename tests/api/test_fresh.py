@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is restored into nothing has the strides and the attributes of what was saved."""
 
 from __future__ import annotations

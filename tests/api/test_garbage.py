@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a save leaves behind and takes away: live attempts stay, old snapshots until it is safe."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a handle tells about its snapshot, through both facades."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A file system that hangs: the save ends by its deadline, and nothing else waits for it."""
 
 from __future__ import annotations

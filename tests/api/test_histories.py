@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Histories of one trainer: it saves, trains, restores and deletes; faults and deaths come between.
 
 A history is random, told by its seed, and uses the public API only. The storage is one that the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Lazy staging: what is saved is the state at the call, although the trainer goes on at once.
 
 The copies of these tests wait for the test (``Copies``), so that whatever the trainer does before

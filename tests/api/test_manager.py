@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``CheckpointManager``: what it saves, keeps, finds and deletes."""
 
 from __future__ import annotations

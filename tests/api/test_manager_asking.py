@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves that are asked for: clocks, metrics, requests and notices, without other ranks."""
 
 from __future__ import annotations

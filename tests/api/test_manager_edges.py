@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Mistakes with a manager, and what it says about them."""
 
 from __future__ import annotations

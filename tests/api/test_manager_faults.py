@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A managed run that is killed, or whose storage fails, at every operation; and two managers.
 
 The run makes six saves, records metrics, pins a step, goes back, and deletes what its policy gives

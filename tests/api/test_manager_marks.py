@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Late metrics, pins and ``delete``; and a pin that meets a deletion."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A manager with a tier: saves go there first and are copied to the root in the background."""
 
 from __future__ import annotations

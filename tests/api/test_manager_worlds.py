@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Managers, readers and deletions at one root, in random order: listings are late, clocks lie.
 
 Time is the number of writes at the root. A late listing misses what was written within ``lag``

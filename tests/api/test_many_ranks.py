@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots of many ranks, read by one process: whatever was cut is whole again, or a shard."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Restores of snapshots of more ranks than read all manifests."""
 
 from __future__ import annotations

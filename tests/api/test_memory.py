@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How much memory a call takes, measured: the kernel's peak of a process (``memory_child.py``)."""
 
 from __future__ import annotations

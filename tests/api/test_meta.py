@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Default devices other than the CPU, and modules on the meta device."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reading over a network: few requests, several at once, no byte twice, and flipped bits mended."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writing over a network: what does not depend on each other is asked for at the same time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storages that raise anything, in any verb, during any call: one clear error, or a true result.
 
 A cell of the table is a verb, an exception and a public call. Two endings are right: an error of

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An optimizer's state is restored into the class that it was saved from, or by an option."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Options.otel``: saves as spans and metrics, where the application wants them."""
 
 from __future__ import annotations

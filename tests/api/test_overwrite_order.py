@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves of one job to one path with ``overwrite=True`` commit in the order of their calls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Bad owner indices: an error that names the object, no wrong bytes, and bounded memory."""
 
 from __future__ import annotations

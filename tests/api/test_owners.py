@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The owner index of a snapshot of several ranks: verified, copied, recovered."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank manifests that are read in parts: what comes back, and what that costs."""
 
 from __future__ import annotations

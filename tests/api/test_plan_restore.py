@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``plan_restore``: what a restore would read, without reading it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Life and death of processes, and how snapshots share one: forks, exits, many at once."""
 
 from __future__ import annotations

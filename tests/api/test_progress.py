@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``progress=True``: bars on a terminal and in a notebook, log lines elsewhere."""
 
 from __future__ import annotations

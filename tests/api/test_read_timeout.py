@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls that read or delete end at ``timeout_s`` where the storage does not answer."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A lost commit object is written again, or nothing is: never one that names damaged data."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A save lets go of the app state by itself, without the cycle collector."""
 
 from __future__ import annotations

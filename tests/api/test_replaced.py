@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Readers whose snapshot is replaced or deleted under them: nothing is damaged then."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Resuming: what a dead save left is not sent again, and never trusted."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What was saved comes back: every kind of leaf, real training state, and each public call.
 
 All of it through both facades, on the file system and in memory. Nothing here fails on purpose:

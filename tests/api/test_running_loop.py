@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The blocking facade in a thread whose event loop runs: refused, or allowed and whole."""
 
 from __future__ import annotations

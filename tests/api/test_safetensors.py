@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Data objects are safetensors files: the real library opens them, without actorsnap's help."""
 
 from __future__ import annotations

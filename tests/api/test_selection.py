@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Restores of a part of an app state, under other names, into other dtypes."""
 
 from __future__ import annotations

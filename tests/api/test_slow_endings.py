@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storages that are asked again and again, or that hang when they are closed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A budget smaller than a chunk: chunks get smaller, and the budget holds."""
 
 from __future__ import annotations

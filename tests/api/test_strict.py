@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a restore calls missing, unexpected or mismatched, and what it hands over.
 
 The rule per kind of stateful: a ``StateDict`` takes the snapshot's structure and keeps further

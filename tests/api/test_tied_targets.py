@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Targets that share memory while what is stored for them does not, and the other way round."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots of many ranks: each tool's result, from a few manifests at a time."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``Options.trace``: where the time of a save and of a restore went, as a file."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Code of the application that raises what means something else to its caller."""
 
 from __future__ import annotations

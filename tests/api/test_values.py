@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Values without pickle, through the calls of a program."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A managed run with a tier, and the invariants at its two places: for tests of kills."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real processes in milliseconds: a helper process that has imported everything, and forks.
 
 Importing torch takes seconds, and a process with threads should not be forked. The zygote

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots in object storage, by the public API on real servers: what every test here gets."""
 
 from __future__ import annotations

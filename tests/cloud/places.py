@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What tests of snapshots in object storage share: states, refusals, a look at what is left."""
 
 from __future__ import annotations

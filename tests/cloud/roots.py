@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A root of many snapshots on a server, and what a manager asks about it."""
 
 from __future__ import annotations

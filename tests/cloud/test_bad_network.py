@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves and restores over a network that is bad, on purpose: they survive, or end whole."""
 
 from __future__ import annotations

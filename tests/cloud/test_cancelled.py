@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Cancellation in the middle of a transfer: at once, and nothing is left behind."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports in object storage: which bytes pass through the client, and what is compared."""
 
 from __future__ import annotations

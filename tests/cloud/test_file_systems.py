@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An asynchronous file system of fsspec, on a real server."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """SIGKILL at every operation of a save into a bucket: the older snapshot or the new one is there,
 and what else is, unfinished uploads among it, is garbage that can be collected.
 

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A managed run in object storage, throttled and restarted: nothing is lost, nothing is left."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Several processes that save to one URL: against each other, and together."""
 
 from __future__ import annotations

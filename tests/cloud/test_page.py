@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What the pages about object storage show works, and the tables have each option."""
 
 from __future__ import annotations

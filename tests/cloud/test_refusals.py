@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What no repetition helps: said at once, with the bucket and the remedy, and nothing is left."""
 
 from __future__ import annotations

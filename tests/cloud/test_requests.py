@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a save and a restore ask of a server: no byte twice, and nothing per chunk but the chunk."""
 
 from __future__ import annotations

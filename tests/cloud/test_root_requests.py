@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a manager asks of S3 does not grow with the snapshots at its root, but by pages of lists."""
 
 from __future__ import annotations

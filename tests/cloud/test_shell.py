@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """All commands of the shell, on each protocol."""
 
 from __future__ import annotations

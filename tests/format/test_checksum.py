@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """CRC32C against the vectors of RFC 3720, by blocks, and joined."""
 
 from __future__ import annotations

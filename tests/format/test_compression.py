@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames of compressed chunks: exact for all bytes; damage ends in an error, in little memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes against numpy: every rule here is what direct indexing gives."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Object keys, and data objects opened by safetensors itself."""
 
 from __future__ import annotations

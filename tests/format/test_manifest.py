@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Commit objects: round trips, golden bytes, damage, hostile documents."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names at a root round-trip exactly, nothing else parses, and damaged records are found."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes checkpoints as other programs do."""
 
 from __future__ import annotations

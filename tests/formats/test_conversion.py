@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Copies of checkpoints of other formats: snapshots of ours, with checksums."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots of folders that DCP wrote through its ``ZStandard`` extension."""
 
 from __future__ import annotations

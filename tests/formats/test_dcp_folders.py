@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots of folders that ``torch.distributed.checkpoint`` wrote, by one process."""
 
 from __future__ import annotations

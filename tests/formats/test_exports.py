@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``export_torch`` and ``export_dcp``: what stock torch reads again, and what is refused."""
 
 from __future__ import annotations

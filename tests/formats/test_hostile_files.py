@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files that were made to harm, or damaged at random: an error of ours, soon, in little memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where checkpoints of other formats are, and what happens to them meanwhile."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots of safetensors files and Hugging Face repos."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The shell on checkpoints of other formats."""
 
 from __future__ import annotations

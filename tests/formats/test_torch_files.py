@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots of files that ``torch.save`` wrote, in both of its formats."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots that torchsnapshot 0.1.0 wrote (``written_by_torchsnapshot.py``)."""
 
 from __future__ import annotations

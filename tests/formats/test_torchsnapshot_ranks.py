@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A snapshot of two ranks of torchsnapshot, restored by real ranks, in other numbers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of whole tensors, by ``torch.save`` or in safetensors, restored by real ranks."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Zip directories: the records of any stored archive are found, and no damage is taken for one."""
 
 from __future__ import annotations

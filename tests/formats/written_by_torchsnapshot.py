@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Writes ``data/torchsnapshot``, by torchsnapshot 0.1.0. The tests need what it wrote only.
 
 Run in a folder of its own, in an environment with torch and torchsnapshot:

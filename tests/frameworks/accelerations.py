@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainings with Hugging Face's Accelerate, each in processes of its own.
 
     python tests/frameworks/accelerations.py NAME FOLDER

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of ``test_ignite.py``: ``python ignite_runs.py NAME``, in an empty folder."""
 
 from __future__ import annotations

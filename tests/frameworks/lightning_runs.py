@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs of ``test_lightning.py``: ``python lightning_runs.py NAME``, in an empty folder."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs code with frameworks in processes of its own: their warnings are no errors of ours."""
 
 from __future__ import annotations

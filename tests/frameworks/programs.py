@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Runs the programs of these tests: each in a process of its own, whose warnings are not errors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``actorsnap.interop.accelerate`` with the real package: ``accelerations.py`` has what is run."""
 
 from __future__ import annotations

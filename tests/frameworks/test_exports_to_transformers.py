@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports, opened by the real ``transformers``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``actorsnap.interop.ignite`` with PyTorch-Ignite itself."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``actorsnap.interop.ray`` on a local cluster of Ray."""
 
 from __future__ import annotations

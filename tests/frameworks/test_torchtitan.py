@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``actorsnap.interop.torchtitan`` with torchtitan itself, on CPU."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """TorchTNT's ``TorchSnapshotSaver`` over ``actorsnap.interop.torchsnapshot``."""
 
 from __future__ import annotations

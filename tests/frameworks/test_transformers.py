@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``ActorsnapTrainer`` with the real ``transformers``: ``trainings.py`` has what is run."""
 
 from __future__ import annotations

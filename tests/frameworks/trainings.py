@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Trainings with Hugging Face's Trainer, each in a process of its own: its warnings are no errors.
 
     python tests/frameworks/trainings.py NAME FOLDER

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchtitan's own tests of its manager, with ours in its place: a plugin for pytest.
 
     cd upstream; pytest -c /dev/null --rootdir=. -p tests.frameworks.upstream_torchtitan \

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves and restores with torch_xla itself: ``python -m tests.frameworks.xla_spmd``.
 
 Needs an environment of its own, with torch_xla 2.9 and torch 2.9. Four devices of its CPU runtime.

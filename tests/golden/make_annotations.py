@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes ``tests/golden/annotations``: format version 1 with the feature of that name.
 
 A parameter that is strided as ``channels_last`` and has an attribute, an optimizer, a step and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes ``tests/golden/block_sizes``: format version 1 with the feature of that name.
 
 Leaves of the sizes at which the size of checksum blocks changes, below 4 MiB. As

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes ``tests/golden/compression``: format version 1 with the feature of that name.
 
 A chunk of several frames, one that is stored as it is, one that has leaves of several item sizes,

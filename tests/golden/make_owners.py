@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes ``tests/golden/owners``: format version 1 with the feature of that name.
 
 By more ranks than a restore reads without the owner index. Tables name the pages with containers.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes ``tests/golden/several_meshes``: tensors of one name on several meshes, by four ranks.
 
 It was made when a save compared checksums and stored equal shards of several meshes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes ``tests/golden/tables``: format version 1 with the feature of that name.
 
 The snapshots ``1`` and ``4`` of as many ranks. Their manifests have several pages. As

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes ``tests/golden/v1``, a snapshot of format version 1 with everything that the version has.
 
 It was run once, by the first release; what it made is checked in and must be readable for ever,

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Makes ``tests/golden/values``: format version 1 with the feature of that name.
 
 The snapshots ``1`` and ``2`` of as many ranks. As ``make_v1.py``: run once, and neither this file

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A storage of another package, whose operations a test in another process holds, or lets fail.
 
 ``held:///folder/snapshot`` is on the local file system. Before an operation it looks for files

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A storage of another package that raises anything but a ``StorageError``.
 
 ``raising://<verb>.<kind>/folder/snapshot`` is on the local file system. Each call of the verb

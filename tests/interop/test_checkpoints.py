@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``interop.checkpoints``: dicts of frameworks, saved one at a time, removed after a commit."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``torch.distributed.checkpoint`` over snapshots, in one process (``actorsnap.interop.dcp``)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An adapter without its framework says which extra to install."""
 
 from __future__ import annotations

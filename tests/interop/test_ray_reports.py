@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``actorsnap.interop.ray`` with as much of Ray as it calls. See ``tests/frameworks`` for Ray."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``actorsnap.interop.torch``: one import in place of ``torch.save`` and ``torch.load``."""
 
 from __future__ import annotations

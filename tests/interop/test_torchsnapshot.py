@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchsnapshot's calls over snapshots of ours, and over those that it wrote itself."""
 
 from __future__ import annotations

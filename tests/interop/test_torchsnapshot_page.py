@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What docs/migrate/torchsnapshot.md shows of torchsnapshot is what happens."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``actorsnap.interop.xla``: PyTorch/XLA's calls, with its results."""
 
 from __future__ import annotations

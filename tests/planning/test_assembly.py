@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Files of fragments: every byte is written once, in writes that a storage takes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """When a save is due, by the step alone."""
 
 from __future__ import annotations

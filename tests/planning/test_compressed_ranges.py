@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which stored bytes have which bytes of a compressed object: every range, exactly once."""
 
 from __future__ import annotations

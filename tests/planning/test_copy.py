@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a copy moves: every byte once, in writes that the storage takes, and nothing twice."""
 
 from __future__ import annotations

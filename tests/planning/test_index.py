@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank's view of many manifests: what it may read, where that lies, in which order."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Retention by property: nothing more goes at a second look, and nothing that went is missed."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The backlog hands each chunk out once: eager ones first, then awaited ones, then by turns."""
 
 from __future__ import annotations

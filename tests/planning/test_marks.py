@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Marks are merged alike in any order, and pins expire by the storage's clock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The owners that the index names are those whose manifests have the boxes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The packer covers every byte once, aligned, balanced, and cut where checksums allow."""
 
 from __future__ import annotations

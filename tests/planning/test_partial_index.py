@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a rank reads with an owner index is what it would take from all manifests."""
 
 from __future__ import annotations

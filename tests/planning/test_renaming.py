@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Other paths for an index: what a rename does to containers, views, parts and optimizers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads cover what is asked for exactly once, and waste no more than blocks and gaps allow."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks share is written once, by all of them, evenly, and each packs the same objects."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shards in columns are those that were added; what is cut alike is planned once."""
 
 from __future__ import annotations

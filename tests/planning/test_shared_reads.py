@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads of ranks that want the same bytes: the ranks that share, the rounds and the pieces."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What manifests add up to: objects, batches of them, and holes in sharded tensors."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Transfers follow what a link gives: on simulated links, without a clock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Agreement on a call: every order of a few ranks' steps, and random ones of many."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An error in another process or on another rank has its class, fields, text, notes and causes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The pace controller with a simulated trainer: it converges, and never stops a save."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The roll call: all ranks make one call, or all get one error that shows who called what."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds: the two machines fed into each other, in random worlds and in all worlds of a small size.
 
 A world has a network that delays, repeats and (when a process dies) loses messages, ranks that

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The supervisor of the uploader process: each save ends once, whatever dies."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames between a trainer and its uploader process come back as they were sent."""
 
 from __future__ import annotations

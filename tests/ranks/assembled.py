@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a snapshot holds, put together by nothing but ``docs/format.md``: the tests' own reader."""
 
 from __future__ import annotations

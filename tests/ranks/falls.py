@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks and directors do in ``test_falls.py`` (see ``tests.worlds``).
 
 A *fall* is a rank that is killed or stopped just before one event or one step of its work, in a

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """App states of real ranks, one function per way to be parallel."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real processes that pass the rounds of a call together (see ``tests.worlds``)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ranks and directors do in ``test_saves.py`` (see ``tests.worlds``)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves that rank 0 decides: real ranks save at the same call or not at all."""
 
 from __future__ import annotations

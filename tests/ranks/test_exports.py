@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exports of what several real ranks saved: shards are joined, and every format is whole."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One rank of a trainer is killed or stopped, at each step of a save and of a restore.
 
 Real processes over gloo. Whatever happens, the others have one outcome in time, what was saved

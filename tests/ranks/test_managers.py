@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``CheckpointManager`` on several real ranks: one outcome on all, whatever happens to one."""
 
 from __future__ import annotations

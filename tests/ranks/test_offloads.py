@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves of many ranks by their uploader processes. Real processes over gloo.
 
 What they save is what threads save. Whatever dies, all ranks have one outcome in time, the job can

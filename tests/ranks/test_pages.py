@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What pages show of many ranks, run by real ranks as torchrun starts them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ranks that are out of phase, and ranks that do not call. Real processes over gloo."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Restores by several real ranks: what is read, by whom, and one outcome whatever happens."""
 
 from __future__ import annotations

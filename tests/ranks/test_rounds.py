@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rounds that real processes pass together, over a TCPStore and gloo."""
 
 from __future__ import annotations

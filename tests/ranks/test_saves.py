@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots that several real ranks take together, read by nothing but the format's page."""
 
 from __future__ import annotations

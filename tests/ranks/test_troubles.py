@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One outcome on all ranks, whatever happens to one of them. Real processes over gloo."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Staging memory is reused, bounded, and writable."""
 
 from __future__ import annotations

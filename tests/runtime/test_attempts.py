@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Only attempts that can no longer commit are garbage."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Groups of an exchange's own: how their ranks meet, and what they leave at the store."""
 
 from __future__ import annotations

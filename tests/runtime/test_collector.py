@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves and Python's garbage collector: few collections, none that is needed, none that harms."""
 
 from __future__ import annotations

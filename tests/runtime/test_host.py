@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How the runtime starts, and which process and which event loop it serves."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a cgroup leaves to its processes, from fake trees of files; and cores for them."""
 
 from __future__ import annotations

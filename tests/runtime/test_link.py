@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Frames arrive whole and in order, whatever the socket does to them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Where notices of a preemption come from: real signals, a fake Slurm, fake metadata servers."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Drains that the uploader process makes: what each end, and each death, leads to."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Steps are measured where they are marked, and saves are paced where they are stored."""
 
 from __future__ import annotations

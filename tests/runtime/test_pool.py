@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Worker threads: as many as asked for, more only while all of them hang."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Preemption under torchrun: real signals, one snapshot at one step on all ranks, or none.
 
 Every scenario starts two ranks by torchrun; a rank begins it by itself, at a step of its own, and

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A described state comes back as it was captured, but for its bytes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """This process' part in the calls of a group."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What is read out of a trace: shares, overlap, waits; and the page."""
 
 from __future__ import annotations

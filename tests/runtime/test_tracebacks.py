@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tracebacks of public calls: short, and nothing else of the error is lost."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The page of ``actorsnap inspect --html``: its data, and that it needs nothing else."""
 
 from __future__ import annotations

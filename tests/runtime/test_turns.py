@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Calls of several tasks in order: what waits, what an error does, who shares a trip."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Saves that the uploader process makes: what is saved, what travels, what each death leads to."""
 
 from __future__ import annotations

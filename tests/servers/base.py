@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What every server of the tests has in common: processes in a folder, an address on loopback.
 
 A server is started once for all tests that ask for it (``fixtures.py``), runs as the current

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Ceph's S3 gateway over a cluster of one node that keeps its objects in memory.
 
 Debian packages ceph-mon, ceph-osd, radosgw, ceph-common. One monitor, one object store, one

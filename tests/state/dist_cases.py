@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What each world of ``dist_world`` checks. Collectives are the tests' own, never the package's."""
 
 from __future__ import annotations

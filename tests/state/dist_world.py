@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Real processes over gloo for the tests of distributed tensors.
 
 Each rank runs every case of ``dist_cases`` for its world's size in order, and writes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A device on the CPU, as unkind as an asynchronous one can be.
 
 Work on its streams is done as late as it may be: when somebody waits for an event behind it. It

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch_xla in SPMD mode, as far as its tensors are saved and restored; no device and no compiler.
 
 As there, a sharded parameter looks like a plain tensor of a device whose memory cannot be read: it

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots of many ranks without ranks: who stored which box is written down by hand."""
 
 from __future__ import annotations

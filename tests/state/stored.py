@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A snapshot in one bytearray: stores what was captured, through the encoded manifest, and back.
 
 Copies go in uneven steps, so that ranges begin and end inside of rows.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Captures between changes of a state: the fast path gives what the slow checks give.
 
 One app state lives through each example, as in a program that saves again and again. The slow path

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors on a device: saved from there, restored into there.
 
 What needs no device is tested on a simulated one: ``tests/api/test_devices.py``.

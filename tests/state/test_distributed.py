@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Boxes of distributed tensors equal torch's own cutting, on every rank of any mesh."""
 
 from __future__ import annotations

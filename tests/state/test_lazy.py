@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which leaves an optimizer's step changes and nothing else: by memory, not by name."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Leaves that are no tensors come back as what they were, or are refused by name."""
 
 from __future__ import annotations

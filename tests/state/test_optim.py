@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """An untouched optimizer gets the state of its class; a model's names are those of no wrapper."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Containers and numbers as programs keep them: schedulers, histories, odd keys."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads in batches are the same reads, each once, in the order of the storage."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Whatever mesh stored a tensor, whatever holds it now: each box gets just its elements."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What fits, what is read, and what ``build`` returns."""
 
 from __future__ import annotations

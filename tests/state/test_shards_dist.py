@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Distributed tensors of real models, in real processes over gloo (``dist_cases``)."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that leaves share is stored once, and shared again after a restore."""
 
 from __future__ import annotations

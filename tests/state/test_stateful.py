@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """App states, ``StateDict`` and random generators."""
 
 from __future__ import annotations

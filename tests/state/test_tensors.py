@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every dtype and layout comes back byte by byte; so do sparse and quantized tensors."""
 
 from __future__ import annotations

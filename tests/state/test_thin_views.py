@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Views that lie thinly in a large memory are stored without what lies between them."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Paths, escaping, containers: every tree comes back as it was, and no two paths are equal."""
 
 from __future__ import annotations

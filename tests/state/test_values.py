@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Sets, deques, dates, paths and named records come back as what they were, without pickle."""
 
 from __future__ import annotations

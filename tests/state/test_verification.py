@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What a restore would refuse, found without bytes and without memory."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """How bytes get into targets, and what is said when they cannot."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tensors of PyTorch/XLA's SPMD mode, with a fake of torch_xla."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """HTTP servers that do one thing each, as a script says: for tests of clients."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The number of operations at a time follows what the storage bears, under a virtual clock."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storages that fail on purpose: do they, and exactly when they should?"""
 
 from __future__ import annotations

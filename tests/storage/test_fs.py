@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage in a folder: the contract, and durability, descriptors, errors and crashes."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which folder a path names, and what is said where it names none."""
 
 from __future__ import annotations

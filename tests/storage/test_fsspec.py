@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage by fsspec: the contract on several implementations, and what is weaker there."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage in Google Cloud Storage: the contract, faults of the network, credentials, errors."""
 
 from __future__ import annotations

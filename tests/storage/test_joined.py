@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Objects that consist of pieces of others."""
 
 from __future__ import annotations

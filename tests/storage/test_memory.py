@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Storage in memory: the contract, and what only this backend promises."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """From a URL to a storage."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The HTTP client of bulk bytes, against servers that do one thing each."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which cases of a test are slow."""
 
 from __future__ import annotations

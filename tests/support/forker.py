@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Programs in a fresh interpreter that has imported torch already, which takes seconds.
 
 ``command`` takes the place of ``[sys.executable, ...]`` in a call of ``subprocess``, where the

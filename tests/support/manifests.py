@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Rank manifests as JSON documents, to be read and changed without the package's own schema."""
 
 from __future__ import annotations

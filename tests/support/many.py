@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Snapshots of many ranks without ranks: planned, packed and described by the ranks' own code.
 
 One rank at a time is in memory. ``python -m tests.support.many FOLDER KIND RANKS TENSORS`` writes

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Metadata servers of AWS and Google, as far as their pages describe them, and broken ones."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A transport between simulated ranks that is as bad as a real one may be.
 
 Messages are late and come twice; those of two parties keep their order, others do not. A

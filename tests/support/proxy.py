@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A proxy that sits in front of an HTTP server and makes the network bad, on purpose.
 
 The wire has a latency and a bandwidth; single requests get a fault, by rule. A test with a

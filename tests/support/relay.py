@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The process of a ``FaultProxy``: passes HTTP/1.1 on, but for the faults it is told.
 
 Runs by path with the standard library alone, which takes 50 ms: it must import nothing of

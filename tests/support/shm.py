@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Names of shared memory on this machine."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A store that answers at once."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A simulated world: many ranks of one save in one process, on any anyio backend.
 
 Real actors and machines; only the network (``network``) and the ranks' processes are

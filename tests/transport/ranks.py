@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What real processes do that speak through a store (see ``tests.worlds``).
 
 Ranks do their messages on the real runtime's thread, while their main thread is the trainer.

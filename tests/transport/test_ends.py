@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Messages between a mailbox and an engine elsewhere, and what ends a call whose engine is gone."""
 
 from __future__ import annotations

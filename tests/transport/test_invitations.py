@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Invited calls over a port's messages, in one process and without a store."""
 
 from __future__ import annotations

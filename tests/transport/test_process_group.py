@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Which ranks save together (``state.process_group``). Real jobs are in ``test_ranks.py``."""
 
 from __future__ import annotations

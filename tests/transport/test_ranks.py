@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store transport between real processes, while their trainers run collectives."""
 
 from __future__ import annotations

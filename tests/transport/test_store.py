@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The store transport inside one process: two ports on one store."""
 
 from __future__ import annotations

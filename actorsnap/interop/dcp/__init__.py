@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torch.distributed.checkpoint (DCP) over actorsnap. See ``docs/migrate/dcp.md``.
 
 Has all names of torch's module: those that are not defined here are torch's.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """DCP's ``save``, ``async_save`` and ``load``, over snapshots without DCP's planning.
 
     from actorsnap.interop import dcp

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The names of torch.distributed.checkpoint (DCP) for the entries of a snapshot, and back.
 
 DCP names a leaf by the keys above it, joined by dots (its *fqn*). It descends into dicts, and into

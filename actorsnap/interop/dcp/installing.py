@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Puts the classes of this package in the place of DCP's file system writer and reader.
 
 For code that names ``FileSystemWriter`` or passes only ``checkpoint_id=``: torch chooses from a

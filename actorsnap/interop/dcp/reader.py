@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DCP ``StorageReader`` of snapshots."""
 
 from __future__ import annotations

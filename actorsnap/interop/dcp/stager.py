@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DCP ``AsyncStager`` whose copies lie in the staging memory that saves use."""
 
 from __future__ import annotations

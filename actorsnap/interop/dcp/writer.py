@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A DCP ``StorageWriter`` that saves a snapshot.
 
 DCP plans; each rank then turns its part of the plan into leaves, in ``write_data``, and saves them

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads folders of torch.distributed.checkpoint (DCP), as its ``FileSystemWriter`` makes them.
 
 ``.metadata`` names all leaves and their items in the ``.distcp`` files; files that it does not name

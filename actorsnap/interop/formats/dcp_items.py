@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the data of the items in ``.distcp`` files, by small reads.
 
 An item is a zip file of ``torch.save``, of a value or of a tensor, whose data may begin anywhere in

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads ``.metadata`` of torch.distributed.checkpoint (DCP) without its classes.
 
 Every class that it names becomes an inert one, made for this file only: an object that keeps what

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Describes foreign files as a rank manifest: what all readers of ``actorsnap.formats`` share."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Stands in for what numpy's pickles of numbers and arrays call.
 
 The stand-ins check what they are given: dtypes of numbers only, and as many bytes as they need.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpickles a saved state without its data, and describes it: of ``torch.save``, and what uses it.
 
 Tensors are on the meta device: no byte of data is read or allocated. ``torch_pickles`` reads the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads safetensors files: one, a Hugging Face repo, or a folder of DCP's Hugging Face writer.
 
 A folder is read by its index (``*.safetensors.index.json``), else ``model.safetensors``, else all

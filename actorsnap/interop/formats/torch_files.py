@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads files of ``torch.save``: zip files, and the format from before torch 1.6.
 
 Of a zip file it reads the directory, the pickle and the local headers of the storages. The older

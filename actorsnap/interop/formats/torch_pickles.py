@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Unpickles what ``torch.save`` pickles of tensors and plain values, and executes nothing else.
 
 It accepts what torch's weights-only unpickler does, and numbers of numpy; but what a pickle calls

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Reads folders of torchsnapshot: ``.snapshot_metadata``, and the files that it names.
 
 It has every leaf of every rank, without sizes of files, checksums or a version of the format. Who

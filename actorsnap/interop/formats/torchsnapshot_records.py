@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What ``.snapshot_metadata`` of torchsnapshot holds: a record per leaf and container."""
 
 from __future__ import annotations

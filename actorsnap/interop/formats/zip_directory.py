@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds the records of a zip file by ranges of it, without reading them.
 
 Only what ``torch.save`` writes: stored records, not compressed, on one disk, with or without zip64.

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchsnapshot's calls over actorsnap: change the import. See ``docs/migrate/torchsnapshot.md``.
 
 from actorsnap.interop.torchsnapshot import Snapshot, StateDict, RNGState

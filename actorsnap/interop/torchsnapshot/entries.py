@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Shows the entries of a snapshot as torchsnapshot does, whichever of the two wrote it."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchsnapshot's measurement of memory: of any code, without a trace."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchsnapshot's ``Snapshot``: the same calls, which are those of ``actorsnap.sync``."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchsnapshot's own statefuls."""
 
 from __future__ import annotations

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A restore in three passes: from entries of a snapshot to a state for ``load_state_dict``.
 
 ``match`` compares entries with leaves, ``allocation`` finds memory to read into, and ``build``

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Memory that leaves are restored into, and conflicts in it.
 
 Leaves conflict if they would write different bytes to the same memory, unless they share it in the

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Second pass of a restore: finds memory for the bytes of matched leaves.
 
 Reads whole checksum blocks: into the target's memory if it has the stored layout, through a sink if

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Third pass of a restore: builds the state of a key from the bytes that were read.
 
 ``prepare`` and ``read_one`` run the first two passes. It must not know where or how bytes are

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Checks entries before memory is allocated for them (``docs/format.md``, "Entries").
 
 Completes ``format/manifest.py``, which does not know all dtypes or the limits of torch and numpy.

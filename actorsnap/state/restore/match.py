@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """First pass of a restore: compares the entries of a key with the leaves of its target.
 
 Finds invalid entries, and missing, unexpected or mismatched leaves (``docs/format.md``, "Entries").

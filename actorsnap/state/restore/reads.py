@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The reads of a restore: which stored bytes go to which memory.
 
 Those that fill boxes are kept as plans, because one process may read a million of them. They become

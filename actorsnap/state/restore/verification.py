@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Finds entries that a restore would refuse, from the manifests of a snapshot.
 
 Runs the first pass of a restore (``state.restore.match``), and finds leaves to build because their

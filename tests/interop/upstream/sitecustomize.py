@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """For ``make upstream-tests``: each process of PyTorch's own tests writes and reads snapshots.
 
 Tests spawn ranks, which import no conftest; so this is on their ``PYTHONPATH``, where Python finds

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """torchsnapshot's own tests, with ``actorsnap.interop.torchsnapshot`` in its place.
 
     cd upstream; PYTHONPATH=$REPO:$REPO/tests/interop/upstream_torchsnapshot \
