@@ -84,7 +84,7 @@ upstream-tests: $(READY)
 
 lint: $(READY)
 	$(BIN)/ruff check .
-	$(BIN)/ruff check --quiet --preview --select CPY001 .
+	$(BIN)/ruff check --quiet --preview --select CPY001 --extend-exclude '*.ipynb' .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict
 	$(BIN)/lint-imports --no-logo
