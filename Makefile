@@ -47,8 +47,9 @@ docs: $(READY)
 	$(MAKE) --no-print-directory site
 
 # The site, in site/, with warnings as errors. Pictures need graphviz, which `make servers` installs.
+# Not --quiet: warnings that are not shown are not errors, either.
 site: $(READY) $(if $(CI),servers)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # PyTorch's tests of torch.distributed.checkpoint, with actorsnap.interop.dcp in place of its file
 # system writer and reader. DIR: files or folders of test/distributed/checkpoint in PyTorch's source
