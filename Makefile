@@ -52,8 +52,9 @@ docs: $(READY)
 	$(MAKE) --no-print-directory site
 
 # The site, in site/, with warnings as errors. Pictures need graphviz, which `make servers` installs.
+# Not --quiet: warnings that are not shown are not errors, either.
 site: $(READY) $(if $(CI),servers)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 # The next release's part of CHANGELOG.md, from docs/changes. `make changelog DRAFT=` writes it there,
 # and deletes the fragments.
