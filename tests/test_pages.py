@@ -20,7 +20,7 @@ PAGES = {
     "howto/resume.md": 3,
     "howto/keep.md": 2,
     "howto/progress.md": 2,
-    "howto/look-inside.md": 2,
+    "howto/look-inside.md": 3,
     "howto/restore-a-part.md": 6,
     "howto/notebooks.md": 2,
     "howto/copy-and-verify.md": 1,
