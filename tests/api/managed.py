@@ -358,7 +358,10 @@ def committed_in(log: Path) -> list[StepName]:
 
 def pinned_in(log: Path) -> set[StepName]:
     """All whose pin was confirmed."""
-    lines = _pin_log(log).read_text().split() if _pin_log(log).exists() else []
+    try:
+        lines = _pin_log(log).read_text().split()
+    except FileNotFoundError:  # another thread may have removed it just now
+        lines = []
     return {name for line in lines if (name := StepName.parse(line)) is not None}
 
 

@@ -647,7 +647,7 @@ class History:
         is_nothing_there = None in before | self._expected(place)
         codes = {0, 3} if is_nothing_there else {0}
         if is_nothing_there and ": it is complete. `actorsnap recover" in done.output:
-            codes = {1}  # left by a copy whose commit failed, or by a killed process
+            codes = {5}  # left by a copy whose commit failed, or by a killed process
         assert done.exit_code in codes, done.output
 
 
