@@ -42,10 +42,12 @@ from bench.cloud_peers import (
     ActorsnapStorage,
     Client,
     ObjectClient,
+    Raw,
     StateClient,
 )
 from bench.local import (
     OURS,
+    RAW,
     Contest,
     Need,
     Setting,
@@ -351,13 +353,14 @@ class Match:
         cpu = {name: statistics.median(costs.cpu_s[name][1:]) / gib for name in names}
         medians = {name: statistics.median(values) for name, values in seconds.items()}
         ours = medians.get(OURS)
-        peers = [name for name in medians if not name.startswith(OURS)]
+        peers = [name for name in medians if name != RAW and not name.startswith(OURS)]
         best, best_s = best_of(medians, peers)
         emit(
             row,
             ratios={
                 "client CPU s/GiB": cpu.get(OURS),
                 "GiB/s": ratio(gib, ours),
+                "of raw": ratio(medians.get(RAW), ours),
                 "x best peer": ratio(best_s, ours),
                 **{f"x {name}": ratio(medians[name], ours) for name in peers},
             },
@@ -400,7 +403,7 @@ def sink_rows(
     note(row)
     state, sample = zeros(setting.gib), llama(SAMPLE_GIB)
     nbytes = state_bytes(state)
-    clients = [Actorsnap(), ActorsnapStorage(), *(make() for make in OBJECT_CLIENTS)]
+    clients = [Actorsnap(), ActorsnapStorage(), Raw(), *(make() for make in OBJECT_CLIENTS)]
     with running(kind) as server, Match(server, clients, nbytes) as match:
         data = os.urandom(state_bytes(sample))
         match.rehearse(tasks_of(match.clients, sample, data), "kept")

@@ -10,16 +10,21 @@ and four at a time.
 from __future__ import annotations
 
 import asyncio
+import base64
+import http.client
 import importlib
 import io
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sysconfig
+import threading
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -28,9 +33,11 @@ import anyio
 import torch
 
 from actorsnap import Options, StateDict
+from actorsnap.format.checksum import crc32c
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.registry import open_storage
 from actorsnap.sync import Snapshot
+from bench.local import RAW
 from bench.state import State
 from tests.servers.base import S3Server, Server
 
@@ -40,6 +47,7 @@ __all__ = [
     "Actorsnap",
     "ActorsnapStorage",
     "ObjectClient",
+    "Raw",
     "StateClient",
 ]
 
@@ -185,6 +193,79 @@ class ActorsnapStorage(ObjectClient):
 
     def close(self) -> None:
         self._runner.close()
+
+
+class Raw(ObjectClient):
+    """The limit: threads that compute the CRC32C of each part, with nothing in between.
+
+    No signatures, retries, deadlines or event loop; eight at a time, as actorsnap begins.
+    """
+
+    name = RAW
+
+    _THREADS = 8
+
+    def open(self, server: Server) -> None:
+        assert isinstance(server, S3Server)
+        self._host = server.endpoint.partition("://")[2]
+        self._here = threading.local()
+        self._pool = ThreadPoolExecutor(self._THREADS)
+
+    def _request(
+        self, method: str, target: str, body: View | bytes = b"", **headers: str
+    ) -> http.client.HTTPResponse:
+        connection: http.client.HTTPConnection | None = getattr(self._here, "connection", None)
+        if connection is None:
+            connection = self._here.connection = http.client.HTTPConnection(self._host)
+        connection.request(method, target, body, headers)
+        response = connection.getresponse()
+        if response.status >= 300:
+            raise RuntimeError(f"{method}: {response.status}")
+        return response
+
+    def upload(self, url: str, data: bytes) -> None:
+        view, target = memoryview(data), "/" + "/".join(bucket_and_key(url))
+        begun = self._request("POST", f"{target}?uploads").read().decode()
+        upload_id = begun.partition("<UploadId>")[2].partition("<")[0]
+
+        def send(start: int, stop: int) -> str:
+            part = view[start:stop]
+            checksum = base64.b64encode(crc32c(part).to_bytes(4, "big")).decode()
+            where = f"{target}?partNumber={start // PART + 1}&uploadId={upload_id}"
+            headers = {"x-amz-checksum-crc32c": checksum}
+            response = self._request("PUT", where, part, **headers)
+            response.read()
+            return response.headers["ETag"]
+
+        etags = list(self._pool.map(lambda part: send(*part), parts(len(data))))
+        named = "".join(
+            f"<Part><PartNumber>{number}</PartNumber><ETag>{etag}</ETag></Part>"
+            for number, etag in enumerate(etags, 1)
+        )
+        whole = f"<CompleteMultipartUpload>{named}</CompleteMultipartUpload>".encode()
+        self._request("POST", f"{target}?uploadId={upload_id}", whole).read()
+
+    def download(self, url: str, target: View) -> None:
+        source = "/" + "/".join(bucket_and_key(url))
+
+        def receive(start: int, stop: int) -> int:
+            response = self._request("GET", source, Range=f"bytes={start}-{stop - 1}")
+            connection, rest = self._here.connection, target[start:stop]
+            early = response.readinto(rest[: len(response.peek())])
+            while early < len(rest):
+                received = connection.sock.recv_into(rest[early:], 0, socket.MSG_WAITALL)
+                if not received:
+                    raise RuntimeError("the object ends early")
+                early += received
+            # http.client does not know that the body has come.
+            response.length = 0
+            response.read()
+            return crc32c(target[start:stop])
+
+        list(self._pool.map(lambda part: receive(*part), parts(len(target))))
+
+    def close(self) -> None:
+        self._pool.shutdown()
 
 
 class Boto3(ObjectClient):
