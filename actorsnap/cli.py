@@ -73,7 +73,7 @@ class ExportFormat(StrEnum):
 
 @app.command()
 def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = None) -> None:
-    """List a snapshot's objects or, for a folder of snapshots, its snapshots."""
+    """List the objects of a snapshot, or the snapshots in a folder."""
     with errors():
         source = make_source(path, option)
         listed = output.JsonList()
@@ -126,18 +126,18 @@ def inspect(
     path: PathArgument,
     as_json: JsonOption = False,
     depth: Annotated[
-        int | None, typer.Option(min=1, help="Levels of the tree to show; below, sums only.")
+        int | None, typer.Option(min=1, help="Levels to show. Deeper levels are summed up.")
     ] = None,
     is_whole: Annotated[
         bool,
-        typer.Option("--all", help="Every leaf: no folding of lists of values, and of groups."),
+        typer.Option("--all", help="Show every leaf; do not fold lists of values or groups."),
     ] = False,
     html: Annotated[
-        str | None, typer.Option(metavar="OUT", help="Write a page: what takes the space.")
+        str | None, typer.Option(metavar="OUT", help="Write a page that shows what uses the space.")
     ] = None,
     option: StorageOption = None,
 ) -> None:
-    """Show the contents of a snapshot: a tree with shapes, dtypes and sizes."""
+    """Show the contents of a snapshot as a tree with shapes, dtypes and sizes."""
     with errors():
         if html is not None:
             _write_page(path, html, as_json, option)
@@ -191,10 +191,10 @@ def _write_page(path: str, to: str, as_json: bool, option: list[str] | None) -> 
 def verify(
     path: PathArgument,
     full: Annotated[
-        bool, typer.Option("--full", help="Compare every byte, and check that it can be restored.")
+        bool, typer.Option("--full", help="Compare every byte, and check that a restore can work.")
     ] = False,
     all: Annotated[
-        bool, typer.Option("--all", help="Each snapshot in the folder PATH, such as a run's.")
+        bool, typer.Option("--all", help="Check each snapshot in the folder PATH, such as a run.")
     ] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
@@ -230,7 +230,7 @@ def diff(
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Compare two snapshots by their checksums, without reading data. Exit code 1 if different."""
+    """Compare two snapshots by their checksums, without reading data. Exit code 1 if not equal."""
     with errors():
         num_leaves = num_rows = 0
         listed: list[dict[str, Any]] = []
@@ -267,12 +267,12 @@ def diff(
 @app.command()
 def cat(
     path: PathArgument,
-    object: Annotated[str, typer.Argument(help="As `ls` prints it; the rank may be left out.")],
+    object: Annotated[str, typer.Argument(help="Object, as `ls` prints it. The rank is optional.")],
     raw: Annotated[bool, typer.Option("--raw", help="Print all bytes, unchanged.")] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Print one object of a snapshot; only the beginning of long bytes, unless --raw."""
+    """Print one object of a snapshot. Without --raw, long bytes are cut off."""
     from actorsnap.sync import Snapshot  # torch
 
     with errors():
@@ -292,19 +292,23 @@ def cat(
 
 
 OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="Replace another snapshot or export that is there.")
+    bool, typer.Option("--overwrite", help="Replace an existing snapshot or export at DST.")
 ]
 SourceOption = Annotated[
     list[str] | None,
-    typer.Option("--src-option", metavar="KEY=VALUE", help="For the backend of SRC."),
+    typer.Option("--src-option", metavar="KEY=VALUE", help="Storage option for SRC."),
 ]
 TargetOption = Annotated[
     list[str] | None,
-    typer.Option("--dst-option", metavar="KEY=VALUE", help="For the backend of DST."),
+    typer.Option("--dst-option", metavar="KEY=VALUE", help="Storage option for DST."),
 ]
 BothOption = Annotated[
     list[str] | None,
-    typer.Option("--option", metavar="KEY=VALUE", help="For both, unless overridden."),
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help="Storage option for SRC and DST, unless --src-option or --dst-option sets it.",
+    ),
 ]
 
 
@@ -329,13 +333,13 @@ def cp(
     to: Annotated[str, typer.Argument(help="The destination, in any storage.", metavar="DST")],
     overwrite: OverwriteOption = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="For scripts: a line for each event.")
+        bool, typer.Option("--json", help="Print JSON, one line for each event.")
     ] = False,
     src_option: SourceOption = None,
     dst_option: TargetOption = None,
     option: BothOption = None,
 ) -> None:
-    """Copy a snapshot; an interrupted copy continues. Other formats are converted."""
+    """Copy a snapshot, or continue an interrupted copy. Other formats are converted."""
     with errors():
         source_there, target = _both_sides(source, to, src_option, dst_option, option)
         with progress("copying") as update:
@@ -362,16 +366,16 @@ def cp(
 @app.command()
 def convert(
     source: Annotated[str, typer.Argument(help="A checkpoint's path or URL.", metavar="SRC")],
-    to: Annotated[str, typer.Argument(help="The snapshot to write.", metavar="DST")],
+    to: Annotated[str, typer.Argument(help="Path or URL of the new snapshot.", metavar="DST")],
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
     src_option: SourceOption = None,
     dst_option: TargetOption = None,
     option: BothOption = None,
 ) -> None:
-    """Make a snapshot of a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.
+    """Convert a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.
 
-    As `cp`, with a summary.
+    Works like `cp`, and prints a summary.
     """
     with errors():
         source_there, target = _both_sides(source, to, src_option, dst_option, option)
@@ -425,7 +429,7 @@ def convert(
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
-    to: Annotated[str, typer.Argument(help="A folder; with --to torch a file.", metavar="DST")],
+    to: Annotated[str, typer.Argument(help="A folder, or a file for --to torch.", metavar="DST")],
     format: Annotated[
         ExportFormat,
         typer.Option(
@@ -436,17 +440,17 @@ def export(
     ],
     key: Annotated[
         str | None,
-        typer.Option(help="The part of the app state. Default: hf: model; else all of it."),
+        typer.Option(help="Part of the app state. Default: model for hf, otherwise everything."),
     ] = None,
     rename: Annotated[
         list[str] | None,
-        typer.Option(metavar="OLD=NEW", help="Change the prefix of paths; may be repeated."),
+        typer.Option(metavar="OLD=NEW", help="Replace a prefix of paths. Repeatable."),
     ] = None,
     dtype: Annotated[
-        str | None, typer.Option(help="hf: convert floating-point tensors: bfloat16, ...")
+        str | None, typer.Option(help="hf: dtype for floating-point tensors, such as bfloat16.")
     ] = None,
     max_shard_bytes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="hf: of the tensors in one file.")
+        int, typer.Option(min=1, metavar="N", help="hf: largest size of the tensors in one file.")
     ] = MAX_SHARD_BYTES,
     overwrite: OverwriteOption = False,
     as_json: JsonOption = False,
@@ -454,7 +458,7 @@ def export(
     dst_option: TargetOption = None,
     option: BothOption = None,
 ) -> None:
-    """Write a snapshot in the format of another program."""
+    """Export a snapshot to the format of another program."""
     from actorsnap.interop import exports  # torch
     from actorsnap.sync import Snapshot
 
@@ -511,14 +515,14 @@ def rm(
         bool,
         typer.Option(
             "--garbage",
-            help="Only leftovers of unfinished attempts. Without a commit object, complete "
-            "attempts are deleted only after a question, or with --yes.",
+            help="Delete only leftovers of unfinished attempts. If there is no commit object, "
+            "complete attempts are deleted only after you confirm, or with --yes.",
         ),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="With --garbage: also attempts that may be running.")
+        bool, typer.Option("--force", help="With --garbage: include attempts that may be running.")
     ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
@@ -605,14 +609,14 @@ def _recover(path: str) -> str:
 def recover(
     path: PathArgument,
     attempt: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Which, if several attempts are complete.")
+        str | None, typer.Option(metavar="NAME", help="Attempt to use, if several are complete.")
     ] = None,
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Ranks that saved it, if an older release did."),
+        typer.Option(min=1, metavar="N", help="Number of ranks, if an older release saved it."),
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Also an attempt that may still be running.")
+        bool, typer.Option("--force", help="Recover an attempt that may still be running.")
     ] = False,
     replace_damaged: Annotated[
         bool, typer.Option("--replace-damaged", help="Replace a damaged commit object.")
@@ -651,7 +655,7 @@ def trace(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Show how the time of a save or restore was spent; of several ranks: one file each."""
+    """Show how a save or restore spent its time. Pass one file for each rank."""
     with errors():
         found = tracefile.merge([tracefile.read(path) for path in file])
         tables = []

@@ -17,40 +17,41 @@ from typer.core import TyperGroup
 from actorsnap.release import RELEASE
 
 COMMANDS: Final[Mapping[str, str]] = {
-    "ls": "List a snapshot's objects or, for a folder of snapshots, its snapshots.",
-    "inspect": "Show the contents of a snapshot: a tree with shapes, dtypes and sizes.",
+    "ls": "List the objects of a snapshot, or the snapshots in a folder.",
+    "inspect": "Show the contents of a snapshot as a tree with shapes, dtypes and sizes.",
     "verify": "Check that a snapshot is intact. Exit code 1 if it is damaged.",
-    "diff": "Compare two snapshots by their checksums, without reading data. Exit code 1 if "
-    "different.",
-    "cat": "Print one object of a snapshot; only the beginning of long bytes, unless --raw.",
-    "cp": "Copy a snapshot; an interrupted copy continues. Other formats are converted.",
-    "convert": "Make a snapshot of a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.",
-    "export": "Write a snapshot in the format of another program.",
+    "diff": "Compare two snapshots by their checksums, without reading data. Exit code 1 if not "
+    "equal.",
+    "cat": "Print one object of a snapshot. Without --raw, long bytes are cut off.",
+    "cp": "Copy a snapshot, or continue an interrupted copy. Other formats are converted.",
+    "convert": "Convert a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.",
+    "export": "Export a snapshot to the format of another program.",
     "rm": "Delete snapshots, or only the garbage at their paths. Exit code 5 if not confirmed.",
     "recover": "Write a lost commit object again, after comparing every byte. Exit code 1 if "
     "damaged.",
-    "trace": "Show how the time of a save or restore was spent; of several ranks: one file each.",
-    "steps": "List the steps of a run and, with --keep, which of them stay and why.",
-    "prune": "Delete the steps of a run that no policy keeps; only with --yes.",
-    "best": "Print the URL of the step with the best value of a metric. Exit code 3 if none has "
-    "it.",
+    "trace": "Show how a save or restore spent its time. Pass one file for each rank.",
+    "steps": "List the steps of a run. With --keep, show which steps would stay, and why.",
+    "prune": "Delete the steps of a run that no policy keeps. Needs --yes.",
+    "best": "Print the URL of the step with the best value of a metric. Exit code 3 if no step "
+    "has it.",
     "latest": "Print the URL of the newest step of a run. Exit code 3 if there is none.",
     "pin": "Protect a step from every deletion.",
     "unpin": "Remove the pins of a step.",
-    "record": "Add metrics to a step that is saved.",
-    "save-now": "Ask the job that saves to ROOT for a save soon. It must have watch_requests_s.",
+    "record": "Add metrics to a saved step.",
+    "save-now": "Ask the job that saves to ROOT to save soon. Its manager needs watch_requests_s.",
 }
 """The first line of each command's docstring, in the order of ``--help``."""
 
 EXIT_CODES = {
-    0: "done; verify: intact; diff: equal",
-    1: "verify, recover: damaged; diff: different",
+    0: "done. verify: the snapshot is intact. diff: the snapshots are equal",
+    1: "verify, recover: the snapshot is damaged. diff: the snapshots differ",
     2: "bad usage, or no such object",
-    3: "no committed snapshot; best: no step has the metric; rm --garbage: and no garbage",
-    4: "the storage failed; damaged (except for verify); needs a newer release or a package",
-    5: "not done, or not all of it. rm: not confirmed, or complete attempts were kept; prune: a "
+    3: "no committed snapshot. best: no step has the metric. rm --garbage: no garbage either",
+    4: "the storage failed; the snapshot is damaged (except for verify); a newer release or a "
+    "package is needed",
+    5: "not done, or only in part. rm: not confirmed, or complete attempts were kept. prune: a "
     "later run began meanwhile",
-    70: "a bug, or no memory: shows a traceback",
+    70: "a bug, or out of memory; shows a traceback",
     130: "interrupted",
 }
 

@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
-JsonOption = Annotated[bool, typer.Option("--json", help="For scripts; also errors.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, including errors.")]
 PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
 StorageOption = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
         metavar="KEY=VALUE",
-        help="Option for the storage's backend; may be repeated. JSON values are parsed.",
+        help="Storage option. Repeatable. JSON values are parsed.",
     ),
 ]
 

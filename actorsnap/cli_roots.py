@@ -53,7 +53,7 @@ from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource
 from actorsnap.storage.base import for_each
 
 _POLICY_HELP = (
-    "What stays; may be repeated. all, last:N, best:METRIC:min|max[:N], every:STEPS, "
+    "Steps to keep. Repeatable. all, last:N, best:METRIC:min|max[:N], every:STEPS, "
     "at:STEP,STEP, newer_than:2d (s, min, h, d), thinned:hourly=N,daily=N,weekly=N,..."
 )
 
@@ -62,7 +62,7 @@ KeepOption = Annotated[
     list[str] | None, typer.Option("--keep", metavar="POLICY", help=_POLICY_HELP)
 ]
 MinValidOption = Annotated[
-    int, typer.Option("--min-valid", min=1, help="Verified snapshots that stay in any case.")
+    int, typer.Option("--min-valid", min=1, help="Least number of verified snapshots to keep.")
 ]
 
 
@@ -75,14 +75,14 @@ def steps(
     root: RootArgument,
     all: Annotated[
         bool,
-        typer.Option("--all", help="Also abandoned, damaged, unfinished and half deleted ones."),
+        typer.Option("--all", help="Include abandoned, damaged, unfinished, half-deleted steps."),
     ] = False,
     keep: KeepOption = None,
     min_valid: MinValidOption = 2,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """List the steps of a run and, with --keep, which of them stay and why."""
+    """List the steps of a run. With --keep, show which steps would stay, and why."""
     with errors():
         policy = parse_policies(keep) if keep else None
         with _opened(root, option) as opened:
@@ -107,12 +107,12 @@ def prune(
     keep: KeepOption = None,
     min_valid: MinValidOption = 2,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Delete. Without it, only show what would go.")
+        bool, typer.Option("--yes", "-y", help="Delete. Without it, only list the steps to delete.")
     ] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Delete the steps of a run that no policy keeps; only with --yes."""
+    """Delete the steps of a run that no policy keeps. Needs --yes."""
     with errors():
         if not keep:
             raise UsageError("name what stays, for example --keep last:3")
@@ -151,12 +151,12 @@ def prune(
 
 def best(
     root: RootArgument,
-    metric: Annotated[str, typer.Argument(help="A metric's name.")],
-    max: Annotated[bool, typer.Option("--max", help="The greatest value, not the least.")] = False,
+    metric: Annotated[str, typer.Argument(help="Name of the metric.")],
+    max: Annotated[bool, typer.Option("--max", help="Greatest value, not the least.")] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Print the URL of the step with the best value of a metric. Exit code 3 if none has it."""
+    """Print the URL of the step with the best value of a metric. Exit code 3 if no step has it."""
     with errors():
         with _opened(root, option) as opened:
             found = run(looking.best(opened, metric, "max" if max else "min"))
@@ -173,10 +173,10 @@ def best(
 def latest(
     root: RootArgument,
     valid: Annotated[
-        bool, typer.Option("--valid", help="The newest whose objects are there, with their sizes.")
+        bool, typer.Option("--valid", help="Newest whose objects all exist, in the right sizes.")
     ] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="As --valid, and compares every byte with its checksum.")
+        bool, typer.Option("--full", help="Like --valid, and compare every byte with its checksum.")
     ] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
@@ -200,7 +200,7 @@ def save_now(
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Ask the job that saves to ROOT for a save soon. It must have watch_requests_s."""
+    """Ask the job that saves to ROOT to save soon. Its manager needs watch_requests_s."""
     with errors(), _opened(root, option) as opened:
         _require(run(looking.steps(opened, is_complete=True)), root)
         run(opened.source.perform("request", lambda source: put_request(source, reason)))
@@ -220,9 +220,9 @@ StepArgument = Annotated[
 def pin(
     root: RootArgument,
     step: StepArgument,
-    reason: Annotated[str, typer.Option("--reason", help="For people, and for unpin.")],
+    reason: Annotated[str, typer.Option("--reason", help="Note for people, and for unpin.")],
     until: Annotated[
-        str | None, typer.Option("--until", help="Time from now: 30d (s, min, h, d).")
+        str | None, typer.Option("--until", help="Time from now, such as 30d (s, min, h, d).")
     ] = None,
     as_json: JsonOption = False,
     option: StorageOption = None,
@@ -240,7 +240,7 @@ def unpin(
     root: RootArgument,
     step: StepArgument,
     reason: Annotated[
-        str | None, typer.Option("--reason", help="Which pins, if there are several reasons.")
+        str | None, typer.Option("--reason", help="Reason of the pins; needed if they differ.")
     ] = None,
     as_json: JsonOption = False,
     option: StorageOption = None,
@@ -263,7 +263,7 @@ def record(
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Add metrics to a step that is saved."""
+    """Add metrics to a saved step."""
     with errors(), _opened(root, option) as opened:
         numbers = dict(map(_parse_metric, metrics))
         name = run(looking.record(opened, _parse_step(step), numbers))

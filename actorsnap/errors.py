@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error that actorsnap raises, in one tree.
 
-Fields carry the facts; the message adds advice. Errors are picklable. This module imports nothing
-of the package, so every layer can raise from it.
+An error's fields hold the facts; its message adds advice. Errors can be pickled. This module
+imports nothing from the package, so every layer can raise its errors.
 
     ActorSnapError
     ├── UsageError (ValueError)            bad input, raised before any I/O
@@ -65,19 +65,19 @@ __all__ = [
 
 
 def printable(text: str) -> str:
-    """Makes ``text`` encodable as UTF-8: paths may hold bytes, and keys surrogates."""
+    """Makes ``text`` encodable as UTF-8: paths may contain bytes, keys may contain surrogates."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def did_you_mean(
     name: object, known: Iterable[str], *, limit: int = 1, cutoff: float = 0.6, prefix: str = ""
 ) -> str:
-    """Returns a question with names in ``known`` that are similar to ``name``.
+    """Returns a question that suggests names in ``known`` similar to ``name``.
 
     Args:
-        limit: Largest number of names.
+        limit: Largest number of names to suggest.
         cutoff: Least similarity, from 0 to 1.
-        prefix: Put before each name.
+        prefix: Text in front of each name.
 
     Returns:
         For example ``"did you mean 'compression'?"``; empty if no name is similar.
@@ -87,7 +87,7 @@ def did_you_mean(
 
 
 def text_of(error: BaseException) -> str:
-    """Returns ``str(error)``, or a substitute if a foreign ``__str__`` raises."""
+    """Returns ``str(error)``, or a substitute if the error's ``__str__`` raises."""
     try:
         return str(error)
     except BaseException as failure:  # an unreportable error would hang its waiters
@@ -95,8 +95,9 @@ def text_of(error: BaseException) -> str:
 
 
 def name_methods(kind: type, name: str) -> None:
-    """Names the methods that ``kind`` defines as the user calls them, for Python's own TypeErrors:
-    those of a base class would name a class that the user has never seen.
+    """Makes Python's TypeErrors name the methods of a base class as the user calls them.
+
+    Otherwise they would name ``kind``, which the user has never seen.
     """
     for key, method in vars(kind).items():
         if isinstance(method, FunctionType):
@@ -104,7 +105,7 @@ def name_methods(kind: type, name: str) -> None:
 
 
 def attribute_of(error: BaseException, name: str) -> Any:
-    """Returns an attribute of an exception; None if it is missing or reading it raises."""
+    """Returns an attribute of an exception, or None if it is missing or reading it raises."""
     try:
         return getattr(error, name, None)
     except BaseException:  # see ``text_of``
@@ -112,23 +113,23 @@ def attribute_of(error: BaseException, name: str) -> Any:
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """Never raises."""
+    """Returns the notes of an exception. Never raises."""
     notes = attribute_of(error, "__notes__")
     return [note for note in notes if isinstance(note, str)] if isinstance(notes, list) else []
 
 
 def describe(error: BaseException) -> str:
-    """Returns the class, the message and the notes of an exception on one line. Never raises."""
+    """Returns the class, message and notes of an exception, joined by ``"; "``. Never raises."""
     name, text = type(error).__name__, text_of(error)
     return "; ".join([f"{name}: {text}" if text else name, *notes_of(error)])
 
 
 def call_user_code(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Calls code of the application in its own thread.
+    """Calls the application's code in the application's own thread.
 
     Raises:
-        RuntimeError: It raised an exception that its caller would take for a cancellation or the
-            end of a generator. ``KeyboardInterrupt`` and ``SystemExit`` pass.
+        RuntimeError: The code raised an exception that the caller would mistake for a cancellation
+            or the end of a generator. ``KeyboardInterrupt`` and ``SystemExit`` are passed on.
     """
     try:
         return fn(*args, **kwargs)
@@ -140,7 +141,7 @@ def call_user_code(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
 
 
 class ActorSnapError(Exception):
-    """Root of the tree. ``fields`` are the constructor's keyword arguments."""
+    """Base class of all errors. ``fields`` holds the constructor's keyword arguments."""
 
     def __init__(self, message: str, /, **fields: Any) -> None:
         super().__init__(message)
@@ -148,7 +149,7 @@ class ActorSnapError(Exception):
         self.fields = fields
 
     def __post_init__(self) -> None:
-        """Completes a subclass that is a dataclass."""
+        """Initializes the base class of a subclass that is a dataclass."""
         ActorSnapError.__init__(self, self._text(), **vars(self))
 
     def _text(self) -> str:
@@ -163,14 +164,14 @@ class ActorSnapError(Exception):
         return fresh
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Keeps the causes, which Python's exceptions lose in a pickle."""
+        """Keeps the causes, which Python's exceptions lose when they are pickled."""
         return _rebuild, ((type(self), self.args, vars(self)), _portable_causes(self))
 
 
 def _rebuild(
     own: tuple[type[ActorSnapError], tuple[Any, ...], dict[str, Any]], causes: list[Any]
 ) -> ActorSnapError:
-    """Reverses ``__reduce__``; the constructor, which a subclass may change, is not called."""
+    """Reverses ``__reduce__`` without calling the constructor, which a subclass may change."""
     kind, args, attributes = own
     error = kind.__new__(kind)
     error.args = args
@@ -185,7 +186,7 @@ def _rebuild(
 
 
 def _portable_causes(error: BaseException) -> list[Any]:
-    """Returns the causes without theirs; a description in place of one that cannot be pickled."""
+    """Returns the chain of causes, unlinked; one that cannot be pickled becomes a description."""
     found: list[Any] = []
     seen = [error]
     while (cause := seen[-1].__cause__) is not None and not any(cause is each for each in seen):
@@ -201,7 +202,7 @@ def _portable_causes(error: BaseException) -> list[Any]:
 
 
 class _Pickler(pickle.Pickler):
-    """Drops the causes of our errors inside a foreign one: a group may hold what it caused."""
+    """Drops the causes of our errors inside a foreign error: a group may contain its own effect."""
 
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, ActorSnapError):
@@ -216,7 +217,7 @@ def _copied(error: BaseException) -> Any:
 
 
 def is_same(error: BaseException | None, other: BaseException | None) -> bool:
-    """Returns whether both are one error of this package, of which one may be a copy."""
+    """Returns whether both are the same error of this package, or copies of it."""
     return (
         isinstance(error, ActorSnapError)
         and isinstance(other, ActorSnapError)
@@ -228,7 +229,7 @@ def is_same(error: BaseException | None, other: BaseException | None) -> bool:
 def set_cause(error: BaseException, cause: BaseException) -> None:
     """Sets the cause of an error that arrived as a copy.
 
-    A copy of ``cause`` itself gets its cause and traceback instead.
+    If the error is a copy of ``cause`` itself, it gets the cause and traceback of ``cause``.
     """
     if is_same(error, cause):
         error.__traceback__ = cause.__traceback__
@@ -239,7 +240,7 @@ def set_cause(error: BaseException, cause: BaseException) -> None:
 
 @dataclass(eq=False, repr=False)
 class UsageError(ActorSnapError, ValueError):
-    """The call cannot work as written. Raised before any I/O, identically on every rank."""
+    """The call cannot work as written. Raised before any I/O, and identically on every rank."""
 
     message: str
 
@@ -252,12 +253,12 @@ class StorageError(ActorSnapError):
     """A storage operation failed.
 
     Attributes:
-        op: The storage verb (``put``, ``write_at``, ``read_into``, ...).
-        key: Relative to the snapshot; empty for the whole storage.
+        op: The storage operation (``put``, ``write_at``, ``read_into``, ...).
+        key: The object's key, relative to the snapshot; empty for the storage as a whole.
         backend: URL of the storage, without credentials.
         detail: The backend's message, and advice.
         retryable: Whether the same call may succeed later.
-        retry_after_s: Wait that the storage asked for, in seconds, or None.
+        retry_after_s: Wait that the storage requested, in seconds, or None.
     """
 
     op: str
@@ -279,7 +280,7 @@ class ObjectNotFound(StorageError, FileNotFoundError):
 
 
 class ObjectExists(StorageError, FileExistsError):
-    """The key exists, and the call must not replace the object."""
+    """An object with this key exists, and the call must not replace it."""
 
     __str__ = Exception.__str__
 
@@ -303,12 +304,12 @@ class Throttled(StorageError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class FormatError(ActorSnapError):
-    """Stored data violates the format document.
+    """Stored data violates the format specification.
 
     Attributes:
-        key: The invalid object, or the path of the leaf.
-        detail: The violation.
-        url: The snapshot, without secrets; empty if unknown.
+        key: Key of the invalid object, or path of the leaf.
+        detail: Description of the violation.
+        url: URL of the snapshot, without secrets; empty if unknown.
     """
 
     key: str
@@ -316,7 +317,7 @@ class FormatError(ActorSnapError):
     url: str = ""
 
     def name_snapshot(self, url: str) -> None:
-        """Adds the snapshot's URL to the fields and the message, unless one is known."""
+        """Adds the snapshot's URL to the fields and the message, unless they already have one."""
         if not self.url:
             self.url = self.fields["url"] = url
             self.message = self._text()
@@ -331,7 +332,7 @@ class UnsupportedFormat(FormatError):
 
 
 class ChecksumMismatch(FormatError):
-    """Bytes are missing or differ from those written."""
+    """Bytes are missing, or differ from the bytes that were written."""
 
     def _text(self) -> str:
         text = f"{self.key}: {self.detail}"
@@ -353,9 +354,9 @@ class NotASnapshot(FormatError):
 
     Attributes:
         key: The URL.
-        found: ``"absent"`` (nothing), ``"unfinished"`` (only attempts that never committed),
-            ``"foreign"`` (another library's checkpoint or file), ``"part"`` (a folder or file of a
-            snapshot) or ``"unknown"``.
+        found: What is there instead: ``"absent"`` (nothing), ``"unfinished"`` (only attempts that
+            never committed), ``"foreign"`` (a checkpoint or file of another library), ``"part"`` (a
+            folder or file inside a snapshot) or ``"unknown"``.
     """
 
     found: str
@@ -379,11 +380,11 @@ class IncompatibleState(ActorSnapError):
 
     Attributes:
         missing: Paths that the snapshot lacks.
-        unexpected: Paths that the app state cannot take.
-        mismatched: One line per leaf whose kind, dtype or shape differs, or the message of a
-            module's own loading.
-        is_untouched: Nothing was changed. False if only the ``load_state_dict`` of a module that
-            adapts its input could detect the mismatch.
+        unexpected: Paths of the snapshot that have no place in the app state.
+        mismatched: One line for each leaf whose kind, dtype or shape differs, or the message that a
+            module's own loading code raised.
+        is_untouched: Whether nothing was changed. False if only the ``load_state_dict`` of a module
+            that adapts its input could detect the mismatch.
     """
 
     missing: Sequence[str] = ()
@@ -414,8 +415,8 @@ class SnapshotReplaced(ActorSnapError):
     """The snapshot was replaced or deleted while it was read. Nothing is damaged.
 
     Attributes:
-        is_deleted: Nothing is committed there now. False: another snapshot is, and reading again
-            may succeed; the call has already retried several times.
+        is_deleted: True if no snapshot is committed at the URL now. False if another snapshot is:
+            reading again may succeed, although the call has already retried several times.
     """
 
     url: str
@@ -445,15 +446,15 @@ class _Aborted(ActorSnapError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class SnapshotAborted(_Aborted):
-    """The attempt ended without commit. Older snapshots are untouched.
+    """A save ended without a commit. Older snapshots are untouched.
 
     Attributes:
-        reason: Cause of the end.
-        rank: The rank where it began, or None.
+        reason: Why the save ended.
+        rank: Rank on which the failure began, or None.
         stage: ``capture``, ``join``, ``stage``, ``store``, ``commit`` or ``cancel``.
-        key: The object key concerned, or None.
-        may_be_committed: The commit failed or was not answered: the snapshot may exist, or may
-            still appear.
+        key: Key of the object concerned, or None.
+        may_be_committed: True if the commit failed or was not answered, so that the snapshot may
+            exist or may still appear.
     """
 
     may_be_committed: bool = False
@@ -467,10 +468,10 @@ class SnapshotAborted(_Aborted):
 
 
 class StateChanged(SnapshotAborted):
-    """A tensor was changed before an ``async_take(stage="lazy")`` had copied it.
+    """A tensor was changed before ``async_take(stage="lazy")`` had copied it.
 
     Attributes:
-        path: Path of the leaf in the app state of ``rank``.
+        path: Path of the leaf in the app state of the rank ``rank``.
     """
 
     def __init__(self, *, path: str, rank: int | None = None) -> None:
@@ -488,15 +489,15 @@ class StateChanged(SnapshotAborted):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RestoreAborted(_Aborted):
-    """A restore by several ranks failed on one of them, and so ends on all.
+    """A restore by several ranks failed on one rank, and therefore ended on all.
 
     Tensors may be partly overwritten if the stage is ``read`` or ``load``.
 
     Attributes:
-        reason: Cause of the end.
-        rank: The rank where it began, or None.
+        reason: Why the restore ended.
+        rank: Rank on which the failure began, or None.
         stage: ``join``, ``compare``, ``read``, ``load`` or ``cancel``.
-        key: The top-level key concerned, or None.
+        key: Top-level key concerned, or None.
     """
 
     def _text(self) -> str:
@@ -505,11 +506,11 @@ class RestoreAborted(_Aborted):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class NoValidSnapshot(ActorSnapError):
-    """A root has snapshots, but none of them is whole.
+    """A root has snapshots, but none of them is intact.
 
     Attributes:
-        url: The root.
-        skipped: URLs, newest first, with the reasons.
+        url: URL of the root.
+        skipped: URL of each snapshot and why it was skipped, newest first.
     """
 
     url: str
@@ -532,11 +533,12 @@ class NoValidSnapshot(ActorSnapError):
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class RootTaken(ActorSnapError):
-    """Another manager has begun a run at the same root since this one did.
+    """Another manager has begun a run at the same root after this one.
 
     Attributes:
-        url: The root.
-        generation: Of the manager that raises this; it saves and deletes nothing more.
+        url: URL of the root.
+        generation: Generation of the manager that raises this error. That manager no longer saves
+            or deletes anything.
     """
 
     url: str

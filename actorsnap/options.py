@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Options of all calls, checked on construction, and the environment.
+"""Options of all calls, validated on construction, and the environment variables that set them.
 
 Defines all defaults. No other module reads an ``ACTORSNAP_*`` variable.
 """
@@ -20,16 +20,16 @@ from actorsnap.format.compression import Codec
 
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
-"""Two checksum blocks."""
+"""Smallest chunk, in bytes: two checksum blocks."""
 
 MIN_LOST_AFTER_S = 0.5
-"""Exclusive lower bound of ``lost_after_s``: a busy machine may delay a thread."""
+"""Exclusive lower bound of ``lost_after_s``, because a busy machine may delay a thread."""
 
 _MAX_TIMEOUT_S = 24 * 3600
 
 
 _TRACE_FIELDS = {"rank": 0, "op": "save", "name": "step-1"}
-"""The fields that ``Options.trace`` may have in braces."""
+"""Fields in braces that ``Options.trace`` may contain, with examples of their values."""
 
 _CHOICES = {
     "offload": ("auto", "thread", "process"),
@@ -43,7 +43,7 @@ _MAY_BLOCK = "ALLOW_IN_RUNNING_LOOP"
 
 
 class _CheckedMeta(msgspec.StructMeta):
-    """Rejects unknown keywords of a call, with a hint."""
+    """Rejects unknown keyword arguments, and suggests similar ones."""
 
     if not TYPE_CHECKING:  # type checkers take the signature from the fields
 
@@ -57,64 +57,70 @@ class _CheckedMeta(msgspec.StructMeta):
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta):
-    """How snapshots are taken and restored. Sizes are in bytes, times in seconds.
+    """Configures how snapshots are saved and restored. Sizes are in bytes, times in seconds.
 
     Attributes:
-        fsync: Wait for the disk before a snapshot counts as saved. False is for scratch tiers, and
-            is recorded permanently. A save that replaces a snapshot taken with True waits anyway.
+        fsync: Wait for the disk before a snapshot counts as saved. Use False for scratch tiers
+            only; the snapshot records it permanently. A save that replaces a snapshot taken with
+            True waits in any case.
         verify: Compare every byte that is read with its checksum.
         allow_pickle: Store and load objects outside the safe set with pickle. Loading a pickle runs
             code chosen by its writer.
-        allowed_types: Dataclasses, namedtuples and enums of which a restore makes instances. Saving
-            them needs no option. Their constructors run, and no other code that a snapshot names.
+        allowed_types: Dataclasses, namedtuples and enums that a restore may create instances of.
+            Saving them needs no option. A restore runs their constructors, and no other code that a
+            snapshot names.
         allow_optimizer_change: Restore an optimizer that was saved from another class. Its next
             step may fail if it cannot use the saved hyperparameters and state.
-        timeout_s: Deadline of a call, at most a day. After it, takes and restores by several ranks
-            are aborted on all ranks; reading or deleting fails with ``StorageError``.
-        lost_after_s: Silence after which a rank in a save or restore counts as lost, which ends the
-            call on all other ranks.
-        memory_budget_bytes: Memory for staging copies, at least 2 MiB. There is one budget per
-            process: a value given here applies to all snapshots from now on. None keeps the current
-            budget; the initial one is 60 % of the memory that is free when the runtime starts,
-            within the cgroups' limits, and at most 64 GiB.
-        chunk_bytes: The unit of staging and I/O; at least 2 MiB. A small budget makes chunks
-            smaller. Reads over a network that need no staging memory grow to 64 MiB.
-        num_uploaders: Most chunks hashed and written, or fetched, at once. Over a network 8 are the
-            beginning, and more follow while they bring more speed; elsewhere 8 are the most.
-        max_objects: Data objects written in parallel, per top-level key.
-        min_object_bytes: A key is spread over more objects only if each gets this much.
-        read_mode: How ranks restore data that several of them want (all ranks, or those with the
-            same shards). ``"direct"``: each rank reads it. ``"shared"``: they read each byte once
-            and pass it on over gloo. ``"auto"``: shared by 8 ranks or more. Rank 0's value applies
-            to all.
+        timeout_s: Time limit of a call, at most a day. When it expires, a save, or a restore by
+            several ranks, is aborted on all ranks; other reads and deletions raise
+            ``StorageError``.
+        lost_after_s: Silence after which a rank in a save or restore counts as lost. The call then
+            ends on all other ranks.
+        memory_budget_bytes: Limit of the memory for staging copies, at least 2 MiB. Each process
+            has one budget: a value given here applies to all its snapshots from now on. None keeps
+            the current budget. The initial budget is 60 % of the memory that is free when the
+            runtime starts, within the cgroup limits, and at most 64 GiB.
+        chunk_bytes: Unit of staging and I/O, at least 2 MiB. Chunks are smaller if the budget is
+            small. Reads over a network that need no staging memory grow to 64 MiB.
+        num_uploaders: Largest number of chunks that are hashed and written, or fetched, at the same
+            time. Over a network, transfers start with 8 and add more while that increases the
+            speed; other storages use at most 8.
+        max_objects: Largest number of data objects that are written in parallel for each top-level
+            key.
+        min_object_bytes: Least size of each data object when a top-level key is split into several.
+        read_mode: How ranks restore data that several of them need (all ranks, or the ranks with
+            the same shards). ``"direct"``: each rank reads it. ``"shared"``: the ranks read each
+            byte once and exchange it over gloo. ``"auto"``: shared by 8 ranks or more, direct by
+            fewer. Rank 0's value applies to all ranks.
         offload: Where ``async_take`` stores the copies: in a ``"thread"`` of this process, or in a
             separate ``"process"``, which leaves the GIL to the trainer. ``"auto"`` uses a process
-            for states of 64 MiB or more, once the first such save or ``warm_up`` has started it, if
-            each rank of the machine has two cores. Storages that only this process can open are
-            never offloaded. Each rank decides for itself, by its own part of the state.
-        detach: A snapshot of ``async_take`` no longer depends on this process once it is staged: it
-            is committed even if this process is killed, and an exit does not wait for it. Uses the
-            uploader process for any size; if none is available, exits wait. All ranks must pass the
-            same value. The snapshot needs the job's store: an exit of the process that hosts it
-            waits.
+            for states of 64 MiB or more, if each rank of the machine has two cores, and once the
+            first such save or ``warm_up`` has started the process. Storages that only this process
+            can open are never offloaded. Each rank decides separately, from its own part of the
+            state.
+        detach: Make a snapshot of ``async_take`` independent of this process once it is staged: it
+            is committed even if this process is killed, and an exit does not wait for it. States of
+            any size then use the uploader process; if none is available, an exit waits. All ranks
+            must pass the same value. The commit needs the job's store, so the process that hosts
+            the store waits when it exits.
         at_exit: When the interpreter exits, ``"wait"`` for pending snapshots, or ``"abort"`` them.
-            The staged part of a detached snapshot continues in any case.
-        max_slowdown: Largest slowdown of training steps while a snapshot of ``async_take`` is
-            stored: 0.02 is two percent. Uploaders on this rank are slowed until it holds, but not
-            below a hundredth of their speed, nor so far that half of ``timeout_s`` would not
-            suffice. Needs steps marked with ``actorsnap.step()``. None: no limit.
-        compression: ``"zstd:1"`` (or ``"zstd"``) to ``"zstd:19"`` compresses the data, chunk by
-            chunk, on the threads that store it or in the uploader process. None: no compression.
-            Rank 0's value applies to all. Compressed data objects are not safetensors files. Needs
-            the extra ``actorsnap[zstd]``, also to read.
-        max_gap_bytes: One request reads two wanted ranges with at most this many bytes between
-            them.
-        trace: A file for a timeline of each save and restore, in Chrome's trace format, written
-            when the call ends, also after a failure; replaces an existing file. ``{rank}``,
-            ``{op}`` (save or restore) and ``{name}`` (the last part of the snapshot's path) are
-            filled in. With many ranks, the rank is added to a name without ``{rank}``.
-        otel: Make saves and restores spans and metrics of OpenTelemetry: ``"on"``, ``"off"``, or
-            ``"auto"``: on if the application has configured a provider.
+            The staged part of a detached snapshot continues in both cases.
+        max_slowdown: Largest allowed slowdown of training steps while a snapshot of ``async_take``
+            is stored: 0.02 is two percent. Slows down the uploaders on this rank to keep it, but
+            not below a hundredth of their speed, and only as far as half of ``timeout_s`` still
+            suffices. Needs steps marked with ``actorsnap.step()``. None: no limit.
+        compression: ``"zstd:1"`` (the same as ``"zstd"``) to ``"zstd:19"`` compresses the data
+            chunk by chunk, on the threads that store it or in the uploader process. None: no
+            compression. Rank 0's value applies to all ranks. Compressed data objects are not
+            safetensors files. Saving and reading them needs the extra ``actorsnap[zstd]``.
+        max_gap_bytes: Largest gap between two wanted ranges that one request reads together.
+        trace: File for a timeline of each save and restore, in Chrome's trace format. It is written
+            when the call ends, even after a failure, and replaces an existing file. The fields
+            ``{rank}``, ``{op}`` (save or restore) and ``{name}`` (the last part of the snapshot's
+            path) are filled in. With several ranks, the rank is added to a name that lacks
+            ``{rank}``.
+        otel: Report saves and restores as OpenTelemetry spans and metrics: ``"on"``, ``"off"``, or
+            ``"auto"``, which is on if the application has configured a provider.
     """
 
     fsync: bool = True
@@ -190,7 +196,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
                 raise UsageError(f"Options.allowed_types has two classes {'.'.join(name)}")
 
     def for_process(self) -> Options:
-        """Returns the options for the uploader process, which rebuilds nothing."""
+        """Returns the options for the uploader process, which does not rebuild objects."""
         return msgspec.structs.replace(self, trace=None, allowed_types=())
 
     def _check_trace(self) -> None:
@@ -219,7 +225,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
 
 
 def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:
-    """Returns the chunk size that fits into the budget."""
+    """Returns the largest chunk size up to ``chunk_bytes`` that fits into the budget."""
     if chunk_bytes <= budget_bytes:
         return chunk_bytes
     # Staging memory is allocated in powers of two.
@@ -228,16 +234,20 @@ def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:
 
 @cache
 def _types_by_variable() -> Mapping[str, Any]:
-    """Resolving the annotations takes longer than the rest of a ``Snapshot(url)``."""
+    """Returns the type of each option by its variable's name.
+
+    Cached: resolving the annotations takes longer than the rest of a ``Snapshot(url)``.
+    """
     return {field.name.upper(): field.type for field in msgspec.structs.fields(Options)}
 
 
 def from_env(environ: Mapping[str, str] | None = None) -> Options:
-    """Returns options from ``ACTORSNAP_<NAME>`` variables.
+    """Returns the options that ``ACTORSNAP_<NAME>`` variables set.
+
+    Variables with this prefix that do not resemble an option are ignored.
 
     Raises:
-        UsageError: A value is invalid, or a name is a misspelt option. Other variables with this
-            prefix are ignored.
+        UsageError: A value is invalid, or a name is a misspelled option.
     """
     source = os.environ if environ is None else environ
     types = _types_by_variable()
@@ -258,7 +268,7 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
 
 
 def may_block_running_loop(environ: Mapping[str, str] | None = None) -> bool:
-    """Returns whether ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP`` allows blocking calls in a running loop.
+    """Returns whether ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP`` permits blocking a running event loop.
 
     Raises:
         UsageError: Its value is neither true nor false.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public calls for async code; ``actorsnap.sync`` has the same for ordinary scripts."""
+"""The public calls for async code. ``actorsnap.sync`` has the same calls for ordinary scripts."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ from actorsnap.runtime.verify import VerifyReport
 
 @async_call
 async def warm_up(nbytes: int, *, options: Options | None = None) -> None:
-    """Prepares this rank for asynchronous saves of ``nbytes``; else the first one is slower.
+    """Prepares this rank for asynchronous saves of ``nbytes``, so that the first one is not slower.
 
-    Touches memory, up to ``Options.memory_budget_bytes``, and starts the uploader process if
-    ``Options.offload`` asks for it.
+    Allocates and touches memory, up to ``Options.memory_budget_bytes``, and starts the uploader
+    process if ``Options.offload`` asks for it.
 
     Raises:
-        UsageError: Bad input.
+        UsageError: An argument is invalid.
         MemoryError: The memory could not be allocated.
-    Cancellation: Touched memory is kept.
+    Cancellation: The memory touched so far is kept.
 
     Examples:
         >>> await warm_up(sum(p.nbytes for p in model.parameters()))
@@ -59,7 +59,7 @@ async def warm_up(nbytes: int, *, options: Options | None = None) -> None:
 
 
 class SnapshotHandle:
-    """The part of ``Snapshot`` that both facades share."""
+    """The part of ``Snapshot`` that the async and the blocking class share."""
 
     def __init__(
         self,
@@ -74,7 +74,7 @@ class SnapshotHandle:
         return f"{type(self).__name__}({self.path!r})"
 
     def _repr_html_(self) -> str:
-        """Shows in notebooks what earlier calls of this handle have read; reads nothing."""
+        """Shows in notebooks what earlier calls of this handle have read. Reads nothing itself."""
         return outline.table_of(self._source)
 
     @property
@@ -105,21 +105,21 @@ name_methods(SnapshotHandle, "Snapshot")
 
 
 class Snapshot(SnapshotHandle):
-    """A saved app state at a URL. Creating a handle does no I/O.
+    """A handle to the saved app state at a URL. Creating a handle does no I/O.
 
-    A handle refers to its path: each call reads the commit object again. If the snapshot is
-    replaced during a call's reads, the call starts over, at most three times (it may call
-    ``state_dict()`` again), and then raises ``SnapshotReplaced``, as for a deleted snapshot.
-    ``Options.timeout_s`` bounds the reads of each call. Reads into tensors that the operating
-    system has begun are always awaited.
+    A handle refers to its path, so each call reads the commit object again. If the snapshot is
+    replaced while a call reads it, the call starts over, at most three times, and may then call
+    ``state_dict()`` again. After that, or if the snapshot was deleted, it raises
+    ``SnapshotReplaced``. ``Options.timeout_s`` limits the reads of each call. A call always waits
+    for reads into tensors that the operating system has begun.
 
     Args:
         path: A local path, ``fs://``, ``memory://`` or the URL of an installed backend.
-        storage_options: Options for the backend.
+        storage_options: Options of the storage.
         options: None uses the defaults and the ``ACTORSNAP_*`` variables.
 
     Raises:
-        UsageError: A bad path or option.
+        UsageError: The path or an option is invalid.
 
     Examples:
         >>> snapshot = Snapshot("ckpt/step-1")
@@ -146,56 +146,59 @@ class Snapshot(SnapshotHandle):
         store: Any = None,
         progress: bool = False,
     ) -> Snapshot:
-        """Saves ``app_state``; on return the snapshot is durable and visible.
+        """Saves ``app_state``. On return, the snapshot is durable and visible.
 
-        Calls ``state_dict()`` on every stateful, in sorted key order, in this thread. CPU tensors
-        are written directly from their memory: do not change them until this returns. If another
-        task of the event loop trains, use ``async_take``. Device and non-contiguous tensors are
-        copied through at most 48 MiB.
+        Calls ``state_dict()`` of every stateful in this thread, in sorted key order. CPU tensors
+        are written directly from their memory, so do not change them until this returns. If another
+        task of the event loop trains, use ``async_take``. Device tensors and non-contiguous tensors
+        are copied through a buffer of at most 48 MiB.
 
-        With a torch.distributed process group, or under torchrun, all ranks call this together, in
-        the same order as their other calls, and write one snapshot, shared data once. No collective
-        is called, except by a ``state_dict`` of yours. All ranks return, or raise the same error,
-        by ``Options.timeout_s``. ``path`` and ``step`` must be equal on all ranks; rank 0's
-        ``metadata``, ``overwrite``, ``resume`` and storage-related options apply.
+        With a torch.distributed process group, or under torchrun, all ranks must call this, in the
+        same order as their other calls. Together they write one snapshot, and store shared data
+        once. No collective is called, except by your own ``state_dict`` methods. All ranks return,
+        or raise the same error, by ``Options.timeout_s``. ``path`` and ``step`` must be equal on
+        all ranks. Rank 0's ``metadata``, ``overwrite``, ``resume`` and storage-related options
+        apply.
 
-        Other programs' files are not touched. After the commit, garbage of older attempts is
-        deleted, for at most 5 seconds of the call. If no snapshot was at ``path``, complete
-        attempts are kept, with a warning: they may be copies without their commit object.
+        Files of other programs are not touched. After the commit, garbage of older attempts is
+        deleted, which takes at most 5 seconds of the call. If ``path`` had no snapshot, complete
+        attempts are kept, with a warning, because they may be copies that lack their commit object.
 
         Args:
             path: A URL without a committed snapshot.
             app_state: Statefuls by key.
-            replicated: Globs, the same on all ranks, of paths with equal values, for example
-                ``"model/**"``. Not needed for sharded tensors and modules in
+            replicated: Globs of paths whose values are equal on all ranks, such as ``"model/**"``.
+                Pass the same globs on all ranks. Not needed for sharded tensors, nor for modules in
                 DistributedDataParallel.
-            overwrite: Replace a committed snapshot at ``path``, which stays valid until the commit.
-                Of several pending saves, the one called last remains.
-            resume: Send only data that an earlier, dead save to ``path`` has not stored, if the
-                storage can verify and copy it server-side (``s3://``, ``gs://``). You assert that
-                no job still saves to ``path``: attempts of other hosts count as dead, and may fail
-                if they are not. Any state may be saved.
-            step: Training step of the state, returned by ``Snapshot.step``. Ranks compare it.
-                Without it, a skipped save is not detected if all have one path.
+            overwrite: Replace a committed snapshot at ``path``. It stays valid until the commit. If
+                several saves are pending, the one called last remains.
+            resume: Send only data that an earlier, dead save to ``path`` has not stored. Works if
+                the storage can verify and copy data on the server (``s3://``, ``gs://``), for any
+                app state. By passing it, you assert that no job still saves to ``path``: attempts
+                of other hosts count as dead, and may fail if they are not.
+            step: Training step of the state, returned by ``Snapshot.step``. The ranks compare it.
+                Without it, a save that one rank skips is not detected if all saves have the same
+                path.
             metadata: Any JSON object, returned by ``Snapshot.metadata``.
-            storage_options: Options for the backend.
+            storage_options: Options of the storage.
             options: None uses the defaults and the ``ACTORSNAP_*`` variables.
             group: The ``ProcessGroup`` whose ranks save together. None: the default group or, if
-                none is initialised, the ranks that torchrun started.
-            store: A c10d store (TCPStore, or a PrefixStore of it) that all ranks reach, used
+                none is initialized, the ranks that torchrun started.
+            store: A c10d store (a TCPStore, or a PrefixStore of one) that all ranks can reach,
                 instead of the group's own. Without a process group, the environment variables RANK
                 and WORLD_SIZE must be set.
-            progress: Show on rank 0 how far the call is: bars on a terminal, else a log line every
-                10 seconds. See ``docs/howto/observability.md``.
+            progress: Show the progress on rank 0: as bars on a terminal, otherwise as a log line
+                every 10 seconds. See ``docs/howto/observability.md``.
 
         Raises:
-            UsageError: Bad input, or the ranks make different calls; nothing was written.
+            UsageError: An argument is invalid, or the ranks make different calls. Nothing was
+                written.
             ObjectExists: A snapshot is committed at ``path``, or was committed meanwhile.
-            UnsupportedFormat: A newer release's snapshot would be overwritten.
-            SnapshotAborted: Storage failed or time ran out; the cause is chained. Check its
+            UnsupportedFormat: The call would overwrite a snapshot of a newer release.
+            SnapshotAborted: The storage failed or time ran out. The cause is chained. Check its
                 ``may_be_committed``.
-        Cancellation: The attempt is aborted and its objects deleted before this raises, unless the
-        commit was under way: then the snapshot is complete.
+        Cancellation: The attempt is aborted and its objects are deleted before this raises. If the
+        commit was under way, the snapshot is complete instead.
 
         Examples:
             >>> app_state = {"model": model, "optimizer": optimizer, "progress": StateDict(epoch=0)}
@@ -237,29 +240,30 @@ class Snapshot(SnapshotHandle):
         store: Any = None,
         progress: bool = False,
     ) -> PendingSnapshot:
-        """Copies ``app_state`` and returns; storing and committing continue in the background.
+        """Copies ``app_state`` and returns. The copy is stored and committed in the background.
 
-        The tensors may be overwritten after this returns. Copies take as much memory as the state,
-        up to ``Options.memory_budget_bytes``; a larger state delays the return until the rest is
-        stored.
+        You may overwrite the tensors after this returns. The copies need as much memory as the
+        state, up to ``Options.memory_budget_bytes``. If the state is larger, this returns later:
+        part of it must be stored first.
 
-        With ``stage="lazy"`` it returns once everything is copied that code other than an
-        optimizer's step may change. The trainer must wait for the rest with
-        ``PendingSnapshot.guard`` or ``PendingSnapshot.staged``. See ``docs/saving.md``.
+        With ``stage="lazy"``, this returns once it has copied everything that may change outside of
+        an optimizer's step. The trainer must wait for the rest with ``PendingSnapshot.guard`` or
+        ``PendingSnapshot.staged``. See ``docs/saving.md``.
 
-        Failures after the return are raised by ``PendingSnapshot.wait``.
+        ``PendingSnapshot.wait`` raises failures that happen after the return.
 
         Args:
             path: A URL without a committed snapshot.
             app_state: Statefuls by key.
             replicated, overwrite, resume, step, metadata, storage_options, options, group, store:
                 See ``take``.
-            stage: ``"eager"`` copies everything before this returns. ``"lazy"`` defers parameters
-                that require gradients of an ``nn.Module`` in ``app_state``, the state tensors of a
-                ``torch.optim.Optimizer``, and both for a ``ModelState``. Parameters that a fused
-                SGD trains are deferred only if it was guarded in an earlier save: its steps cannot
-                be noticed.
-            progress: Shown while this call, ``PendingSnapshot.staged`` or ``wait`` waits.
+            stage: ``"eager"`` copies everything before this returns. ``"lazy"`` defers the copies
+                of some tensors: of an ``nn.Module`` in ``app_state``, the parameters that require
+                gradients; of a ``torch.optim.Optimizer``, the state tensors; of a ``ModelState``,
+                both. Parameters that a fused SGD trains are deferred only if that optimizer was
+                guarded in an earlier save, because its steps cannot be detected.
+            progress: See ``take``. Shown while this call, ``PendingSnapshot.staged`` or ``wait``
+                waits.
 
         Raises:
             UsageError, ObjectExists, UnsupportedFormat, SnapshotAborted: See ``take``.
@@ -267,7 +271,7 @@ class Snapshot(SnapshotHandle):
 
         Examples:
             >>> pending = await Snapshot.async_take("ckpt/step-2", app_state, step=2)
-            >>> loss = model(batch).sum()  # the training goes on
+            >>> loss = model(batch).sum()  # training continues
             >>> snapshot = await pending.wait()
         """
         call = taking.TakeCall(
@@ -303,77 +307,81 @@ class Snapshot(SnapshotHandle):
     ) -> RestoreReport:
         """Reads the snapshot into ``app_state``, in place wherever a tensor fits.
 
-        All ranks of a job, in any number, call it together; it ends in the same way on all.
-        ``state_dict()`` and ``load_state_dict()``, which may be collective, are called in sorted
-        key order on every rank, even after one raised. If ``Options.read_mode`` allows, data that
-        several ranks want is read once and passed on, over separate connections.
+        All ranks of a job must call this. Their number may differ from that of the save. The call
+        ends in the same way on all ranks. Every rank calls ``state_dict()`` and
+        ``load_state_dict()`` in sorted key order, and continues even if one of them raises, because
+        these methods may be collective. If ``Options.read_mode`` allows it, data that several ranks
+        need is read once and exchanged over separate connections.
 
         ``app_state`` may have fewer keys than the snapshot. Everything is compared before the first
         byte is read:
 
-        - An ``nn.Module`` must match the snapshot leaf by leaf, in both directions. Its extra state
-          is passed to it as saved. If leaves differ and the module has hooks or loading code of its
-          own, everything is read into fresh tensors and its ``load_state_dict`` decides. Sharded or
-          replicated leaves may belong to another rank now (pipelines).
-        - A ``ModelState`` is compared like its module, and its optimizers' tensors must fit. Saved
-          state of parameters that have no optimizer state now is left out.
-        - A ``StateDict`` takes the structure of the snapshot. Its additional dict keys are missing;
-          a tensor with another dtype or shape is mismatched. Lists get the saved length.
-        - Other statefuls get exactly the saved state. The class of an optimizer, also in a
-          ``ModelState``, must be the saved one, which may have moved to another module of yours, or
-          your own subclass of it, unless ``Options.allow_optimizer_change``.
+        - An ``nn.Module`` must match the snapshot leaf by leaf, in both directions. The module gets
+          its extra state as saved. If leaves differ and the module has hooks or its own loading
+          code, everything is read into fresh tensors and its ``load_state_dict`` decides. Sharded
+          or replicated leaves may have moved to another rank (pipelines).
+        - A ``ModelState`` is compared like its module, and the tensors of its optimizers must fit.
+          Saved optimizer state is left out for parameters that have none now.
+        - A ``StateDict`` takes over the structure of the snapshot. Dict keys that only the
+          ``StateDict`` has are missing. A tensor with another dtype or shape is mismatched. Lists
+          get the saved length.
+        - Other statefuls get exactly the saved state. An optimizer, also in a ``ModelState``, must
+          have the saved class or be your own subclass of it; your class may have moved to another
+          module. ``Options.allow_optimizer_change`` permits any class.
 
         A leaf without a matching tensor, or with one on the meta device, is read into a fresh CPU
-        tensor; a module or ``StateDict`` adopts it in place of a meta tensor. A fresh tensor has
-        the saved memory format (channels last) and a parameter's plain attributes; those that a
-        module on meta has set on its parameters take precedence. A read-only array is replaced by a
-        writable one.
+        tensor. A module or ``StateDict`` adopts it in place of the meta tensor. A fresh tensor has
+        the saved memory format (channels last), and a fresh parameter has the saved plain
+        attributes; attributes that a module on meta has set on its parameters take precedence. A
+        read-only array is replaced by a writable one.
 
-        A plain tensor receives the whole of a tensor that ranks divided. A DTensor or ShardedTensor
-        receives the part that this process holds, also from a plain tensor or another mesh. It is
-        never replaced: its dtype and global shape must be the saved ones. An optimizer of such
-        parameters must already have its state (``prime_optimizer``).
+        If ranks saved parts of a tensor, a plain tensor receives the whole. A DTensor or
+        ShardedTensor receives the part that this process holds, even if a plain tensor or another
+        mesh was saved. It is never replaced, so its dtype and global shape must be the saved ones.
+        An optimizer of such parameters must already have its state (``prime_optimizer``).
 
         Leaves that are neither sharded nor replicated are private to the rank that saved them. A
-        rank that did not save gets those that all ranks saved with equal content; others are
-        missing, explained in a line among the mismatched. Its ``RNGState`` leaves the generators
-        unchanged (``RestoreReport.kept``): seed them.
+        rank that did not save gets the private leaves that all ranks saved with equal content. Its
+        other private leaves are missing; a line in ``mismatched`` explains this. Its ``RNGState``
+        leaves the generators unchanged (``RestoreReport.kept``), so seed them.
 
-        Of tensors that share memory but were saved as separate ones, a module's tensor keeps the
-        memory, else the first; the others are replaced on the same device. A module's tensor that
-        would be replaced is mismatched; with ``strict=False`` the memory then holds the value that
-        the module loaded last.
+        If tensors share memory but were saved separately, only one keeps the memory: a module's
+        tensor, otherwise the first. The others are replaced on the same device. A module's tensor
+        that would have to be replaced is mismatched; with ``strict=False``, the memory then holds
+        the value that the module loaded last.
 
         Args:
             app_state: Statefuls by key.
-            strict: False restores leaves that fit, leaves the rest unchanged and reports it. If
-                nothing fits, a warning is logged.
-            keys: Keys of ``app_state`` to restore; None: all of them.
+            strict: False restores the leaves that fit, leaves the rest unchanged, and reports them.
+                If nothing fits, a warning is logged.
+            keys: Keys of ``app_state`` to restore. None: all of them.
             rename: Changes the snapshot's paths (``"model/0.weight"``) before they are compared. A
-                dict replaces the longest prefix that it has: ``{"state_dict": "model"}`` moves a
-                key, ``{"model/module.": "model/"}`` drops a wrapper's name. A str is a prefix to
-                drop from the names below all keys: ``"_orig_mod."``. A function gets each path,
-                also those of containers, and returns the new one, or None to leave it out.
-            cast: Convert between floating-point dtypes: a tensor of another one is read into
-                memory of its own (of a DTensor, the part that this process holds), then copied.
+                dict replaces the longest matching prefix: ``{"state_dict": "model"}`` moves a key,
+                ``{"model/module.": "model/"}`` drops a wrapper's name. A str is a prefix to drop
+                from the names below all keys: ``"_orig_mod."``. A function gets each path, also of
+                containers, and returns the new path, or None to leave it out.
+            cast: Convert between floating-point dtypes. A tensor of another dtype is first read
+                into separate memory (for a DTensor, the part that this process holds), then copied.
             group, store, progress: See ``take``.
 
         Returns:
-            The leaves that were left out on this rank.
+            A report of the leaves that were left out on this rank.
 
         Raises:
-            UsageError: Bad input, or the ranks make different calls.
-            NotASnapshot: There is no committed snapshot; describes the contents of the path.
-            IncompatibleState: With ``strict``: leaves are missing, unexpected or mismatched; names
-                all. Nothing was changed, unless a module itself refused (``is_untouched``).
+            UsageError: An argument is invalid, or the ranks make different calls.
+            NotASnapshot: There is no committed snapshot. The error describes what the path has.
+            IncompatibleState: With ``strict``, leaves are missing, unexpected or mismatched. The
+                error lists all of them. Nothing was changed, unless a module itself refused
+                (``is_untouched``).
             Exception: Any error of a ``load_state_dict``, with a note that names its key and the
-                keys loaded before. With many ranks it is the cause of a ``RestoreAborted``.
-            RestoreAborted: Another rank failed with an error that this rank cannot raise, was not
-                heard for ``Options.lost_after_s``, or had not joined by ``Options.timeout_s``.
-            FormatError, ChecksumMismatch: The snapshot is damaged; names the object. Tensors may be
-                partly overwritten.
+                keys loaded before it. With several ranks, it is the cause of a ``RestoreAborted``.
+            RestoreAborted: Another rank failed with an error that this rank cannot raise, was
+                silent for ``Options.lost_after_s``, or had not joined by ``Options.timeout_s``.
+            FormatError, ChecksumMismatch: The snapshot is damaged. The error names the object.
+                Tensors may be partly overwritten.
             StorageError: Reading failed. Tensors may be partly overwritten.
-            MemoryError: A fresh tensor could not be allocated; names it. Nothing was changed.
+            MemoryError: A fresh tensor could not be allocated. The error names it. Nothing was
+                changed.
         Cancellation: Tensors may be partly overwritten.
 
         Examples:
@@ -403,9 +411,9 @@ class Snapshot(SnapshotHandle):
         group: Any = None,
         store: Any = None,
     ) -> RestorePlan:
-        """Reports the reads of a ``restore`` and the leaves that do not fit; changes nothing.
+        """Reports what a ``restore`` would read and which leaves do not fit. Changes nothing.
 
-        Called by all ranks together.
+        All ranks must call this.
 
         Args:
             app_state, keys, rename, cast, group, store: See ``restore``.
@@ -435,25 +443,26 @@ class Snapshot(SnapshotHandle):
         """Reads one leaf, or everything below a path.
 
         Args:
-            path: ``"3/model/layer.weight"`` as rank 3 sees it; without a rank, as rank 0 does.
-                Sharded tensors are whole. Parts of a leaf (``sparse@indices``) and single shards
-                cannot be read.
-            out: A tensor or array of the same dtype and shape to read into, on any device. A
+            path: A path with a rank, such as ``"3/model/layer.weight"``, is read as rank 3 sees it;
+                without a rank, as rank 0 does. Sharded tensors are returned whole. Parts of a leaf
+                (``sparse@indices``) and single shards cannot be read.
+            out: A tensor or array to read into, of the same dtype and shape, on any device. A
                 DTensor receives the part that this process holds.
-            memory_budget_bytes: Bound of the memory allocated in addition to the result, at least
-                1 MiB.
-                The process grows by at most this plus 4 MiB and the index, which is read once per
-                ``Snapshot``. Not bounded with ``out``: a sparse or quantized tensor and an array
-                with negative strides are filled by a copy; a view whose elements overlap or have
-                odd addresses is read from its first byte to its last.
+            memory_budget_bytes: Limit of the memory that is allocated in addition to the result, at
+                least 1 MiB. The process grows by at most this limit plus 4 MiB and the index, which
+                is read once per ``Snapshot``. Two kinds of ``out`` exceed the limit: a sparse or
+                quantized tensor or an array with negative strides is filled by a copy, and a view
+                whose elements overlap or have odd addresses is read from its first byte to its
+                last.
 
         Returns:
             ``out``, or the value. Tensors are fresh, on the CPU, in the saved memory format
-                (channels last); parameters have their plain attributes. A view has only its own
+                (channels last). Parameters have their plain attributes. A view has only its own
                 bytes.
 
         Raises:
-            UsageError: No such path; names similar ones, or the ranks that have it.
+            UsageError: There is no such path. The error names similar paths, or the ranks that have
+                it.
             IncompatibleState: ``out`` has another kind, dtype or shape.
             NotASnapshot, FormatError, StorageError: See ``restore``.
 
@@ -471,14 +480,14 @@ class Snapshot(SnapshotHandle):
     async def get_manifest(self, *, rank: int | None = None) -> dict[str, Entry]:
         """Returns every entry by ``"<rank>/<path>"``.
 
-        An entry takes about 1 KB of memory: all those of thousands of ranks take gigabytes. Several
-        shards of a tensor that one rank stored are named ``"<rank>/<path>@<offsets>"``.
+        An entry takes about 1 KB of memory, so the entries of thousands of ranks take gigabytes. If
+        one rank stored several shards of a tensor, they are named ``"<rank>/<path>@<offsets>"``.
 
         Args:
-            rank: Only this rank's entries.
+            rank: Return only this rank's entries.
 
         Raises:
-            UsageError: No such rank.
+            UsageError: There is no such rank.
             NotASnapshot, FormatError, StorageError: See ``restore``.
 
         Examples:
@@ -491,13 +500,14 @@ class Snapshot(SnapshotHandle):
     async def get_state_dict_for_key(self, key: str) -> Any:
         """Returns rank 0's view of the state dict saved under ``key``, with fresh CPU tensors.
 
-        Sharded tensors are whole.
+        Sharded tensors are returned whole.
 
         Args:
-            key: Of the app state.
+            key: A key of the app state.
 
         Raises:
-            UsageError: No such key; names the existing keys, or the ranks that have it.
+            UsageError: There is no such key. The error names the existing keys, or the ranks that
+                have it.
             NotASnapshot, FormatError, StorageError: See ``restore``.
 
         Examples:
@@ -507,7 +517,7 @@ class Snapshot(SnapshotHandle):
 
     @async_call
     async def keys(self) -> list[str]:
-        """Returns the keys of the app state that any rank saved, sorted.
+        """Returns the sorted keys of the app state, of all ranks that saved.
 
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
@@ -519,20 +529,20 @@ class Snapshot(SnapshotHandle):
 
     @async_call
     async def tree(self, *, depth: int | None = None, rank: int | None = None) -> SnapshotTree:
-        """Draws what the snapshot holds: names, shapes, dtypes and sizes.
+        """Draws the contents of the snapshot: names, shapes, dtypes and sizes.
 
-        Lists of values are one line. Groups of leaves alike are shown once and counted, as an
-        optimizer has them, and so are ranks. ``get_manifest`` returns everything.
+        A list of values takes one line. Groups of similar leaves, as in an optimizer, are shown
+        once with their number, and so are similar ranks. ``get_manifest`` returns everything.
 
         Args:
-            depth: Levels to show; below, sums only. None: all.
-            rank: Only this rank.
+            depth: Levels to show. Deeper levels are summed up. None: all levels.
+            rank: Show only this rank.
 
         Returns:
             A drawing for ``print`` and for notebooks.
 
         Raises:
-            UsageError: A bad argument, or no such rank.
+            UsageError: An argument is invalid, or there is no such rank.
             NotASnapshot, FormatError, StorageError: See ``restore``.
 
         Examples:
@@ -542,12 +552,12 @@ class Snapshot(SnapshotHandle):
 
     @async_call
     async def exists(self) -> bool:
-        """Returns whether there is something to restore: a committed snapshot, or a checkpoint of
-        a format that is read. An unfinished save does not count.
+        """Returns whether the path has a committed snapshot, or a checkpoint in another format that
+        actorsnap reads. An unfinished save does not count.
 
         Raises:
-            FormatError: What is there is damaged, or needs a newer release.
-            StorageError: Reading failed; it is unknown.
+            FormatError: The snapshot or checkpoint is damaged, or needs a newer release.
+            StorageError: Reading failed, so the answer is unknown.
 
         Examples:
             >>> if await Snapshot("ckpt/step-1").exists():
@@ -588,7 +598,7 @@ class Snapshot(SnapshotHandle):
     async def created(self) -> datetime:
         """Returns the time of the save, in UTC (``await snapshot.created``).
 
-        Of another program's checkpoint: the time of its newest file.
+        For a checkpoint of another program, this is the time of its newest file.
 
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
@@ -616,9 +626,10 @@ class Snapshot(SnapshotHandle):
     @property
     @async_call
     async def nbytes(self) -> int:
-        """Returns the bytes that the snapshot takes in its storage (``await snapshot.nbytes``).
+        """Returns the number of bytes that the snapshot uses in its storage.
 
-        With its index, and after compression. Lists its objects.
+        Includes the index; compressed data counts as stored. Lists the objects of the snapshot. Use
+        it as ``await snapshot.nbytes``.
 
         Raises:
             NotASnapshot, FormatError, StorageError: See ``restore``.
@@ -635,13 +646,14 @@ class Snapshot(SnapshotHandle):
         Args:
             level: ``"quick"`` reads the index and checks the sizes of objects. ``"full"`` also
                 compares every byte with its checksum, and reports entries that a restore would
-                refuse. It needs memory for the largest long value, array, sparse or quantized
-                tensor. Pickled leaves are not unpickled.
+                refuse. It needs memory for the largest long value, array, sparse tensor or
+                quantized tensor. Pickled leaves are not unpickled.
 
         Raises:
-            NotASnapshot, FormatError: There is no readable commit object. Other damage is in the
-                report.
-            UnsupportedFormat: Needs a newer release, or a package that is not installed.
+            NotASnapshot, FormatError: There is no readable commit object. The report lists all
+                other damage.
+            UnsupportedFormat: The snapshot needs a newer release, or a package that is not
+                installed.
             StorageError: Reading failed.
 
         Examples:
@@ -664,29 +676,29 @@ class Snapshot(SnapshotHandle):
 
         The copy has the same objects, byte for byte, and is committed last. Every byte is compared
         with its checksum, and at most ``Options.memory_budget_bytes`` are in flight. Objects that
-        an interrupted copy completed are not sent again. Attempts running at ``path`` are not
-        disturbed; garbage there is deleted after the commit. If the same snapshot is already
-        committed there, nothing is done. The handle's ``Options`` apply to both sides;
-        ``timeout_s`` bounds the whole copy.
+        an interrupted copy has completed are not sent again. The call does not disturb attempts
+        that are running at ``path``, and deletes garbage there after the commit. If the same
+        snapshot is already committed there, it does nothing. The handle's ``Options`` apply to both
+        sides. ``timeout_s`` limits the whole copy.
 
         Args:
             path: The destination, in any storage.
-            overwrite: Replace another committed snapshot at ``path``, which stays valid until the
+            overwrite: Replace another committed snapshot at ``path``. It stays valid until the
                 commit.
-            storage_options: Options for the backend of ``path``.
-            on_event: Called for each step, on a worker thread, one call at a time. Its error ends
-                the copy.
+            storage_options: Options of the storage of ``path``.
+            on_event: Called for each step, on a worker thread, one call at a time. If it raises,
+                the copy ends.
             progress: See ``take``.
 
         Raises:
-            UsageError: A bad path or option.
+            UsageError: The path or an option is invalid.
             ObjectExists: Another snapshot is committed at ``path``, or was committed meanwhile.
-            UnsupportedFormat: A newer release's snapshot would be overwritten.
-            NotASnapshot, FormatError, ChecksumMismatch: There is no snapshot here, or it is
-                damaged; names the object. Nothing was committed.
-            StorageError: Reading or writing failed (the message says which), or another copy of the
-                snapshot to ``path`` is under way. Nothing was committed, unless the commit was not
-                answered.
+            UnsupportedFormat: The call would overwrite a snapshot of a newer release.
+            NotASnapshot, FormatError, ChecksumMismatch: There is no snapshot to copy, or it is
+                damaged. The error names the object. Nothing was committed.
+            StorageError: Reading or writing failed, as the message describes, or another copy of
+                the snapshot to ``path`` is under way. Nothing was committed, unless the storage did
+                not answer the commit.
         Cancellation: Nothing is committed, or the copy is complete. The next copy reuses leftovers.
 
         Examples:
@@ -712,42 +724,45 @@ class Snapshot(SnapshotHandle):
         storage_options: Mapping[str, Any] | None = None,
         progress: bool = False,
     ) -> ExportReport:
-        """Writes a model as Hugging Face's ``from_pretrained`` opens it: safetensors files.
+        """Exports a model as safetensors files for Hugging Face's ``from_pretrained``.
 
-        One file ``model.safetensors`` if the tensors take up to ``max_shard_bytes``, else several
-        ``model-00001-of-00003.safetensors`` and, last, ``model.safetensors.index.json``. The
-        configuration and the tokenizer are yours to add; other files at ``path`` are not touched.
+        If the tensors have at most ``max_shard_bytes``, writes one file, ``model.safetensors``.
+        Otherwise, writes several, such as ``model-00001-of-00003.safetensors``, and
+        ``model.safetensors.index.json`` last. Add the configuration and the tokenizer yourself.
+        Other files at ``path`` are not touched.
 
-        Sharded tensors are joined. Stored bytes are copied inside the storage where source and
+        Sharded tensors are joined. Stored bytes are copied within the storage if source and
         destination are in one file system, or are opened as one S3 server or one Google Cloud
-        Storage; then nothing compares them with their checksums, unless the server tells its own
-        (``docs/migrate/export.md``). The rest is read, compared, converted and sent, within
+        Storage. Such a copy is not compared with the checksums, unless the server reports its own
+        (``docs/migrate/export.md``). All other bytes are read, compared, converted and sent, within
         ``Options.memory_budget_bytes``.
 
-        Of tensors that are the same memory (tied weights) the first name is written. Plain values
-        and other leaves that are no tensors are left out, and reported.
+        If tensors are the same memory (tied weights), only the first name is written. Plain values
+        and other leaves that are not tensors are left out, and reported.
 
         Args:
             path: A folder, in any storage.
-            key: The model's key in the app state, or a path below (``"train/model"``).
-            rename: See ``restore``; before ``key`` is looked for.
-            dtype: Floating-point dtype of 16 to 64 bits, to which tensors of another such dtype are
-                converted: ``torch.bfloat16`` or ``"bfloat16"``.
-            max_shard_bytes: Of tensors in one file. A larger tensor gets its own.
+            key: The model's key in the app state, or a path below it (``"train/model"``).
+            rename: See ``restore``. Applied before ``key`` is looked up.
+            dtype: Floating-point dtype of 16 to 64 bits, such as ``torch.bfloat16`` or
+                ``"bfloat16"``. Tensors of other such dtypes are converted to it.
+            max_shard_bytes: Largest size of the tensors in one file. A larger tensor gets a file of
+                its own.
             overwrite: Delete an older export at ``path`` first.
-            storage_options: Options for the backend of ``path``.
+            storage_options: Options of the storage of ``path``.
             progress: See ``take``.
 
         Raises:
-            UsageError: Bad input; there is no such key; or safetensors cannot hold a leaf (a sparse
-                or quantized tensor, a numpy array): names it. Nothing was written.
-            ObjectExists: There is an export or a checkpoint at ``path``, perhaps a part of one.
-            NotASnapshot, FormatError, ChecksumMismatch: There is no snapshot here, or it is
-                damaged; names the object.
-            StorageError: Reading or writing failed (the message says which).
-        Cancellation: As after a failure, the files written are deleted. A process that dies leaves
-        files that no program takes for a model: the index, or the header of a single file, is
-        written last.
+            UsageError: An argument is invalid, there is no such key, or safetensors cannot hold a
+                leaf (a sparse or quantized tensor, a numpy array), which the error names. Nothing
+                was written.
+            ObjectExists: ``path`` has an export or a checkpoint, or a part of one.
+            NotASnapshot, FormatError, ChecksumMismatch: There is no snapshot to export, or it is
+                damaged. The error names the object.
+            StorageError: Reading or writing failed, as the message describes.
+        Cancellation: The written files are deleted, as after a failure. If the process dies, the
+        files that stay do not load as a model, because the index, or the header of a single file,
+        is written last.
 
         Examples:
             >>> report = await snapshot.export_hf("exported", "model")
@@ -772,29 +787,32 @@ class Snapshot(SnapshotHandle):
         force: bool = False,
         replace_damaged: bool = False,
     ) -> RecoverReport:
-        """Writes a lost or damaged commit object again, for example after a copy without hidden
-        files.
+        """Writes a lost or damaged commit object again, for example after a copy that left out
+        hidden files.
 
         Before anything is written, all rank manifests are read, and every byte of data is compared
-        with its checksum. Only ``created`` differs: it is the start of the attempt. Durability
-        after a power loss depends on the program that copied the files. Call it in one process,
-        while no job saves to the path.
+        with its checksum. Only ``created`` may differ: it becomes the start of the attempt. Whether
+        the data survives a power loss depends on the program that copied the files. Call this in
+        one process, while no job saves to the path.
 
         Args:
-            attempt: Name of the folder, if several attempts are complete.
-            world_size: Used only if an older release did not record it; its metadata is lost.
-            force: Also recover an attempt that may still be saved or copied: by a running process
+            attempt: Name of the attempt's folder, if several attempts are complete.
+            world_size: Number of ranks that saved. Used only for snapshots of older releases, which
+                did not record it; their metadata is lost.
+            force: Also recover an attempt that may still be saved or copied, by a running process
                 of this host, or from another host within the last 24 hours.
             replace_damaged: Replace a damaged commit object, which may have named another attempt.
 
         Raises:
-            UsageError: A bad argument; or several attempts are complete, the world size is needed,
-                or the attempt may still be running: names the argument.
-            ObjectExists: A snapshot is committed here.
+            UsageError: An argument is invalid. Or an argument is needed, because several attempts
+                are complete, the world size is unknown, or the attempt may still be running. The
+                error names the argument.
+            ObjectExists: A snapshot is already committed.
             NotASnapshot: There is no attempt with a rank manifest.
-            ChecksumMismatch, FormatError: Data is missing or damaged; further problems are in the
-                notes. Nothing was written.
-            UnsupportedFormat: Needs a newer release, or a package that is not installed.
+            ChecksumMismatch, FormatError: Data is missing or damaged. The notes list further
+                problems. Nothing was written.
+            UnsupportedFormat: The snapshot needs a newer release, or a package that is not
+                installed.
             StorageError: Reading or writing failed.
         Cancellation: Nothing is written, or the snapshot is recovered.
 
@@ -813,7 +831,7 @@ class Snapshot(SnapshotHandle):
         Raises:
             NotASnapshot: There is no snapshot; nothing was deleted.
             StorageError: Deleting failed; the remaining objects are garbage.
-        Cancellation: The snapshot is there, or the remaining objects are garbage.
+        Cancellation: The snapshot still exists, or its remaining objects are garbage.
 
         Examples:
             >>> await Snapshot("ckpt/step-1").delete()
@@ -832,20 +850,20 @@ class Snapshot(SnapshotHandle):
     ) -> Sequence[Snapshot]:
         """Returns the committed snapshots in a folder, one level deep, ordered by name.
 
-        Numbers in names count by value: ``step-9`` comes before ``step-10``. Unfinished saves are
-        left out; so are damaged snapshots, with a warning in the log. A ``CheckpointManager`` knows
-        more about those that it saved: ``manager.steps()``.
+        Numbers in names are compared by value: ``step-9`` comes before ``step-10``. Unfinished
+        saves are left out. Damaged snapshots are left out, too, with a warning in the log. For
+        snapshots that a ``CheckpointManager`` saved, ``manager.steps()`` returns more details.
 
         Args:
             root: The folder's path or URL.
-            storage_options: Options for the backend, also of the snapshots.
-            options: Of the snapshots, too; see ``Snapshot``.
+            storage_options: Options of the storage, for the folder and the snapshots.
+            options: Options for this call and the snapshots; see ``Snapshot``.
 
         Returns:
-            Handles; none if there is no such folder.
+            Handles of the snapshots. Empty if there is no such folder.
 
         Raises:
-            UsageError: A bad path or option.
+            UsageError: The path or an option is invalid.
             StorageError: Reading failed.
 
         Examples:
@@ -857,7 +875,7 @@ class Snapshot(SnapshotHandle):
 
 
 class PendingHandle:
-    """The part of ``PendingSnapshot`` that both facades share."""
+    """The part of ``PendingSnapshot`` that the async and the blocking class share."""
 
     def __init__(self, save: Save) -> None:
         self._save = save
@@ -873,28 +891,28 @@ class PendingHandle:
     def guard(self, *optimizers: Any) -> Guard:
         """Makes each optimizer's next step wait until the tensors that it changes are copied.
 
-        For lazily staged saves; others never wait. The wait blocks the thread of the step before
-        anything is changed. Awaited tensors are copied first, the others in the order of the
-        guarded optimizers. The hooks remove themselves after the first step that finds everything
-        copied or the save ended. A failed save does not affect the step.
+        Needed for lazily staged saves; with others, a step never waits. The wait blocks the thread
+        of the step before anything is changed. Tensors that a step waits for are copied first, the
+        others in the order of the guarded optimizers. The hooks remove themselves after the first
+        step that finds everything copied or the save ended. A failed save does not affect the step.
 
         Args:
             optimizers: ``torch.optim.Optimizer`` instances that train the saved tensors.
 
         Returns:
-            A handle that removes the hooks earlier.
+            A handle that can remove the hooks earlier.
 
         Raises:
             UsageError: An argument is not an optimizer, or this is a forked child.
 
         Examples:
             >>> guard = pending.guard(optimizer)
-            >>> optimizer.step()  # waits, if it must
+            >>> optimizer.step()  # waits if necessary
         """
         return taking.guard(self._save, optimizers)
 
     def done(self) -> bool:
-        """Returns whether the outcome is known.
+        """Returns whether the save has ended: committed or failed.
 
         Examples:
             >>> pending.done()
@@ -904,8 +922,8 @@ class PendingHandle:
     def cancel(self) -> None:
         """Requests an abort and returns at once.
 
-        ``wait`` then raises ``SnapshotAborted`` and the written objects are deleted, unless the
-        commit was faster.
+        Unless the commit comes first, the written objects are deleted and ``wait`` raises
+        ``SnapshotAborted``.
 
         Examples:
             >>> pending.cancel()
@@ -919,18 +937,18 @@ name_methods(PendingHandle, "PendingSnapshot")
 class PendingSnapshot(PendingHandle):
     """A save in progress. Await it, or poll ``done()``.
 
-    Without the handle the save continues, and a failure is logged as an error. At interpreter exit
-    ``Options.at_exit`` applies.
+    If you drop the handle, the save continues and a failure is logged as an error. At interpreter
+    exit, ``Options.at_exit`` applies.
     """
 
     _run = staticmethod(run_async)
 
     @async_call
     async def staged(self) -> None:
-        """Waits until the trainer may overwrite its tensors.
+        """Waits until everything is copied and the trainer may overwrite its tensors.
 
         Raises:
-            ActorSnapError: The save failed before.
+            ActorSnapError: The save failed before that.
         Cancellation: The save continues.
 
         Examples:
@@ -940,11 +958,11 @@ class PendingSnapshot(PendingHandle):
 
     @async_call
     async def wait(self) -> Snapshot:
-        """Waits for the outcome.
+        """Waits for the commit, and returns the snapshot.
 
         Raises:
             ObjectExists, SnapshotAborted: See ``Snapshot.take``.
-            StateChanged: A tensor was changed before its lazy staging ended.
+            StateChanged: A tensor was changed before lazy staging had copied it.
         Cancellation: The save continues.
 
         Examples:
@@ -957,9 +975,9 @@ class PendingSnapshot(PendingHandle):
         return self.wait().__await__()
 
     def events(self) -> AsyncIterator[Progress]:
-        """Yields the save's progress, latest state first, up to ``committed`` or ``aborted``.
+        """Yields the progress of the save, from its latest state to ``committed`` or ``aborted``.
 
-        A slow reader skips states. Never raises the save's error.
+        A slow reader skips states. Never raises the error of the save.
 
         Examples:
             >>> async for progress in pending.events():

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The public calls for ordinary scripts: blocking, otherwise the same as the async ones.
+"""The public calls for ordinary scripts: they block, and otherwise equal the async ones.
 
-Ctrl-C in a call aborts it like a cancellation and is raised after the abort. In a thread with a
-running event loop every call raises ``UsageError``, except in notebooks (IPython kernels) and after
-``allow_in_running_loop()``.
+Ctrl-C during a call aborts it like a cancellation, and is raised after the abort. In a thread with
+a running event loop, every call raises ``UsageError``, except in notebooks (IPython kernels) and
+after ``allow_in_running_loop()``.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ __all__ = ["PendingSnapshot", "Snapshot", "allow_in_running_loop", "warm_up"]
 
 
 def warm_up(nbytes: int, *, options: Options | None = None) -> None:
-    """Prepares this rank for asynchronous saves of ``nbytes``; else the first one is slower.
+    """Prepares this rank for asynchronous saves of ``nbytes``, so that the first one is not slower.
 
-    Touches memory, up to ``Options.memory_budget_bytes``, and starts the uploader process if
-    ``Options.offload`` asks for it.
+    Allocates and touches memory, up to ``Options.memory_budget_bytes``, and starts the uploader
+    process if ``Options.offload`` asks for it.
 
     Raises:
-        UsageError: Bad input.
+        UsageError: An argument is invalid.
         MemoryError: The memory could not be allocated.
 
     Examples:
@@ -51,20 +51,20 @@ def warm_up(nbytes: int, *, options: Options | None = None) -> None:
 
 @blocking_facade(snapshot.Snapshot)
 class Snapshot(SnapshotHandle):
-    """A saved app state at a URL, for scripts. Creating a handle does no I/O.
+    """A handle to the saved app state at a URL, for scripts. Creating a handle does no I/O.
 
-    A handle refers to its path: each call reads the commit object again. If the snapshot is
-    replaced during a call's reads, the call starts over, at most three times (it may call
-    ``state_dict()`` again), and then raises ``SnapshotReplaced``, as for a deleted snapshot.
-    ``Options.timeout_s`` bounds the reads of each call.
+    A handle refers to its path, so each call reads the commit object again. If the snapshot is
+    replaced while a call reads it, the call starts over, at most three times, and may then call
+    ``state_dict()`` again. After that, or if the snapshot was deleted, it raises
+    ``SnapshotReplaced``. ``Options.timeout_s`` limits the reads of each call.
 
     Args:
         path: A local path, ``fs://``, ``memory://`` or the URL of an installed backend.
-        storage_options: Options for the backend.
+        storage_options: Options of the storage.
         options: None uses the defaults and the ``ACTORSNAP_*`` variables.
 
     Raises:
-        UsageError: A bad path or option.
+        UsageError: The path or an option is invalid.
 
     Examples:
         >>> snapshot = Snapshot.take("ckpt/step-1", {"model": model}, step=1)
@@ -202,10 +202,10 @@ class Snapshot(SnapshotHandle):
 
 @blocking_facade(snapshot.PendingSnapshot)
 class PendingSnapshot(PendingHandle):
-    """A save in progress, for scripts: ``wait`` for it, or poll ``done()``.
+    """A save in progress, for scripts. Call ``wait()``, or poll ``done()``.
 
-    Without the handle the save continues, and a failure is logged as an error. At interpreter exit
-    ``Options.at_exit`` applies. Ctrl-C in a call leaves the save running.
+    If you drop the handle, the save continues and a failure is logged as an error. At interpreter
+    exit, ``Options.at_exit`` applies. Ctrl-C during a call leaves the save running.
 
     Examples:
         >>> pending = Snapshot.async_take("ckpt/step-2", {"model": model}, step=2)
