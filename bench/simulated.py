@@ -44,6 +44,7 @@ from actorsnap.format.tables import decode_rank_manifest, encode_rank_manifest
 from actorsnap.planning.inventory import (
     Inventory,
     Sharded,
+    ShardedTable,
     build_inventory,
     digest_of,
     ranks_digest,
@@ -357,7 +358,7 @@ class _Answers:
         return Details(
             inventory=self.inventory(rank) if question.inventory else None,
             lists={digest: lists[digest] for digest in question.lists},
-            sharded=self._sharded(first) if question.sharded else (),
+            sharded=ShardedTable.of(self._sharded(first)) if question.sharded else None,
             outline=outline if question.outline else None,
         )
 

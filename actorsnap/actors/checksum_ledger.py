@@ -73,7 +73,10 @@ class ChecksumLedger:
 
     def stored(self, item: int, number: int) -> Stored:
         """Returns the location of an item, in object ``number`` of the rank manifest."""
-        values = tuple(self._values[self._first[item] : self._first[item + 1]])
+        first, stop = self._first[item], self._first[item + 1]
+        found = self._values
+        # Most leaves have one block.
+        values = (found[first],) if stop - first == 1 else tuple(found[first:stop])
         assert None not in values, "a block was never hashed"
         return Stored(number, self.plan.starts[item], self.plan.ends[item], values)  # type: ignore[arg-type]
 
@@ -112,24 +115,32 @@ def manifest_of(
 
 
 def _entries_of(parts: Sequence[Part], ledgers: Sequence[ChecksumLedger]) -> tuple[Entry, ...]:
-    num_leaves = sum(isinstance(part, Leaf) for part in parts)
-    places: list[list[tuple[int, int]]] = [[] for _ in range(num_leaves)]
+    # A place is a number, ``position * num_objects + object``: a tuple per leaf would trigger full
+    # garbage collections.
+    num_objects = len(ledgers)
+    first_places: dict[int, int] = {}
+    further_places: dict[int, list[int]] = {}  # of leaves that several objects share
     for number, ledger in enumerate(ledgers):
         for position, item in enumerate(ledger.plan.items):
-            places[item].append((number, position))
+            place = position * num_objects + number
+            if first_places.setdefault(item, place) != place:
+                further_places.setdefault(item, []).append(place)
     entries: list[Entry] = []
     absent: set[str] = set()
-    places_left = iter(places)
+    leaf = -1
     for part in parts:
         if not isinstance(part, Leaf):
             entries.append(part)
             continue
-        own = next(places_left)
-        if not own:
+        leaf += 1
+        first_place = first_places.get(leaf)
+        if first_place is None:
             absent.add(part.item.path)
-        for number, position in own:
-            stored = ledgers[number].stored(position, number)
-            entries.append(part.entry(stored, ledgers[number].plan.boxes[position]))
+            continue
+        for place in (first_place, *further_places.get(leaf, ())):
+            position, number = divmod(place, num_objects)
+            ledger = ledgers[number]
+            entries.append(part.entry(ledger.stored(position, number), ledger.plan.boxes[position]))
     if absent:
         entries = [entry for entry in entries if not _refers_to(entry, absent)]
     return tuple(entries)

@@ -30,7 +30,13 @@ from actorsnap.format.layout import manifest_key
 from actorsnap.format.owners import owners_key
 from actorsnap.format.tables import encode_rank_manifest
 from actorsnap.log import Log
-from actorsnap.planning.inventory import Inventory, Outline, build_inventory, digest_of
+from actorsnap.planning.inventory import (
+    Inventory,
+    Outline,
+    ShardedTable,
+    build_inventory,
+    digest_of,
+)
 from actorsnap.planning.packing import Item, ObjectPlan, RankPlan, check_memory, pack, write_order
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Participant
@@ -207,7 +213,7 @@ class Saver:
                 Details(
                     inventory if question.inventory else None,
                     {digest: lists[digest] for digest in question.lists},
-                    sharded if question.sharded else (),
+                    ShardedTable.of(sharded) if question.sharded else None,
                     outline if question.outline else None,
                 )
             )

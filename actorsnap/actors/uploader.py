@@ -30,8 +30,10 @@ switch interval (5 ms) later.
 """
 
 _BATCH_BYTES = 1 << 20
-_BATCH_VIEWS = 512
-"""Views in one write call, of at most ``_BATCH_BYTES``."""
+_BATCH_VIEWS = 160
+"""Views in one write call, of at most ``_BATCH_BYTES``. A view is up to three objects for Python's
+garbage collector, which starts with the 700th.
+"""
 
 
 @dataclass(eq=False, repr=False)

@@ -245,6 +245,11 @@ _LENGTH_BYTES = 8
 _SLOT_COST = 128
 """Upper bound of a header member's fixed text, two offsets and an eighth of the prefix."""
 
+_MEMBERS_AT_ONCE = 256
+"""Members of a header that are encoded at once. Many more, kept until the last one, would trigger
+full garbage collections.
+"""
+
 _encoder = msgspec.json.Encoder()
 
 
@@ -260,19 +265,27 @@ def lay_out(slots: Sequence[Slot]) -> ObjectLayout:
         ValueError: Names are not unique, a size does not fit dtype and shape, or the header is
             longer than ``MAX_HEADER_BYTES``.
     """
+    names: set[str] = set()
     members: dict[str, _Tensor] = {}
+    encoded = [_HEADER_PREFIX]
     offsets: list[int] = []
     position = 0
     for slot in slots:
         name = _ESCAPED_METADATA if slot.name == _METADATA else slot.name
-        if name in members:
+        if name in names:
             raise ValueError(f"{name!r} is twice in one data object")
+        names.add(name)
         dtype, shape = _stored_type(slot)
         stop = position + slot.nbytes
         members[name] = _Tensor(dtype, shape, (position, stop))
         offsets.append(position)
         position = stop
-    json = _HEADER_PREFIX + (b"," if members else b"") + _encoder.encode(members)[1:]
+        if len(members) == _MEMBERS_AT_ONCE:
+            encoded.append(_encoder.encode(members)[1:-1])
+            members = {}
+    if members:
+        encoded.append(_encoder.encode(members)[1:-1])
+    json = b",".join(encoded) + b"}"
     if len(json) > MAX_HEADER_BYTES:
         raise ValueError(
             f"a header of {len(json)} bytes is longer than {MAX_HEADER_BYTES}: "

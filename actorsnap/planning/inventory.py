@@ -75,6 +75,48 @@ class Sharded(msgspec.Struct, frozen=True, array_like=True, gc=False):
     layout: Layout | None = None
 
 
+class ShardedTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """A list of ``Sharded`` as it is sent: tensors refer to their kind.
+
+    Decoded tensors share the shapes and layouts of their kinds. With one of each per tensor, the
+    garbage collector would take longer than the plan.
+
+    Attributes:
+        kinds: The first tensor of each dtype, shape, ranks and layout.
+        numbers: Positions in ``kinds``, by tensor.
+    """
+
+    paths: tuple[str, ...]
+    kinds: tuple[Sharded, ...]
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Sharded]) -> ShardedTable:
+        known: dict[tuple[str, bytes, int, int], int] = {}
+        kinds: list[Sharded] = []
+        numbers: list[int] = []
+        for tensor in tensors:
+            # By identity, because the hash of a layout takes long. Tensors captured together share
+            # both; a kind that is there twice does no harm.
+            key = tensor.dtype, tensor.ranks, id(tensor.shape), id(tensor.layout)
+            number = known.get(key)
+            if number is None:
+                number = known[key] = len(kinds)
+                kinds.append(tensor)
+            numbers.append(number)
+        return cls(tuple([tensor.path for tensor in tensors]), tuple(kinds), tuple(numbers))
+
+    def tensors(self) -> tuple[Sharded, ...]:
+        """Returns the list."""
+        fields = [(k.dtype, k.shape, k.ranks, k.num_ranks, k.layout) for k in self.kinds]
+        return tuple(
+            [
+                Sharded(path, *fields[number])
+                for path, number in zip(self.paths, self.numbers, strict=True)
+            ]
+        )
+
+
 class Outline(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What a rank will store, as far as neither layouts nor scopes imply it.
 

@@ -516,8 +516,12 @@ class _Builder:
         self._lists = lists
         self._rules = rules
         self._layouts: dict[Layout, int] = {}
+        # By identity, because the hash of a layout takes long and most tensors share theirs:
+        # whether it has copies, and all its ranks as regions.
+        self._known: dict[int, tuple[bool, tuple[Holders, ...]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self._regions: dict[str, dict[Holders, None]] = {}
+        # A path on several meshes has a dict, used as an ordered set.
+        self._regions: dict[str, tuple[Holders, ...] | dict[Holders, None]] = {}
         self._listed: dict[str, list[RankBox]] = {}
         self._common: dict[str, list[tuple[int, ...]]] = {}
         self._private: dict[str, list[tuple[int, ...]]] = {}
@@ -534,12 +538,27 @@ class _Builder:
             layout = tensor.layout
             if layout is None:
                 continue
-            self._shapes[tensor.path] = tensor.shape
-            number = self._layouts.setdefault(layout, len(self._layouts))
-            if _has_copies(layout, tensor.shape):
-                copied[tensor.path] = layout
+            path, shape = tensor.path, tensor.shape
+            self._shapes[path] = shape
+            known = self._known.get(id(layout))
+            if known is None:
+                number = self._layouts.setdefault(layout, len(self._layouts))
+                known = _has_copies(layout), (Holders(number),)
+                self._known[id(layout)] = known
+            has_copies, all_ranks = known
+            if has_copies or (0 in shape and len(layout.mesh) > 1):
+                copied[path] = layout
             else:
-                self._regions.setdefault(tensor.path, {})[Holders(number)] = None
+                self._add_regions(path, all_ranks)
+
+    def _add_regions(self, path: str, added: tuple[Holders, ...]) -> None:
+        before = self._regions.get(path)
+        if before is None:
+            self._regions[path] = added
+        elif isinstance(before, dict):
+            before.update(dict.fromkeys(added))
+        else:
+            self._regions[path] = dict.fromkeys((*before, *added))
 
     def add_plan(self, rank: int, inventory: Inventory, plan: RankPlan) -> None:
         own = (rank,)
@@ -582,17 +601,22 @@ class _Builder:
 
     def build(self) -> Owners:
         for (digest, stored), ranks in self._alike.items():
-            regions: dict[Layout, list[Holders]] = {}
+            regions: dict[Layout, tuple[Holders, ...]] = {}
             for path, part in stored:
                 layout = self._copied[digest][path]
                 if layout not in regions:
-                    regions[layout] = _regions(layout, self._layouts[layout], ranks)
-                found = self._regions.setdefault(path, {})
-                for region in regions[layout]:
-                    found[region if part is None else replace(region, part=part)] = None
+                    regions[layout] = tuple(_regions(layout, self._layouts[layout], ranks))
+                found = regions[layout]
+                if part is not None:
+                    found = tuple([replace(region, part=part) for region in found])
+                self._add_regions(path, found)
         placed: dict[tuple[Holders, ...], list[Tensor]] = {}
+        by_identity: dict[int, list[Tensor]] = {}  # as above
         for path, held in self._regions.items():
-            placed.setdefault(tuple(held), []).append(Tensor(path, self._shapes[path]))
+            tensors = by_identity.get(id(held))
+            if tensors is None:
+                tensors = by_identity[id(held)] = placed.setdefault(tuple(held), [])
+            tensors.append(Tensor(path, self._shapes[path]))
         return Owners(
             layouts=tuple(self._layouts),
             placed=tuple([Owned(key, tuple(tensors)) for key, tensors in placed.items()]),
@@ -621,12 +645,10 @@ class _Builder:
         return self._arranged[key]
 
 
-def _has_copies(layout: Layout, shape: Sequence[int]) -> bool:
+def _has_copies(layout: Layout) -> bool:
+    """Returns whether several ranks hold the same box of a tensor that is not empty."""
     cut = {each.axis for each in layout.cuts}
-    counts = layout.mesh.counts
-    return len(layout.mesh) > 1 and (
-        0 in shape or any(count > 1 for axis, count in enumerate(counts) if axis not in cut)
-    )
+    return any([n > 1 for axis, n in enumerate(layout.mesh.counts) if axis not in cut])
 
 
 def _joined(before: _Part, box: ItemBox | None, itemsize: int) -> _Part:

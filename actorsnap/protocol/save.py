@@ -24,6 +24,7 @@ from actorsnap.planning.inventory import (
     Inventory,
     Outline,
     Sharded,
+    ShardedTable,
     check_sharded,
     on_several_meshes,
 )
@@ -61,7 +62,7 @@ class Question(msgspec.Struct, frozen=True, array_like=True):
 class Details(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
     inventory: Inventory | None = None
     lists: dict[bytes, tuple[Item, ...]] = {}
-    sharded: tuple[Sharded, ...] = ()
+    sharded: ShardedTable | None = None
     outline: Outline | None = None
 
 
@@ -282,8 +283,8 @@ class SaveDecisions:
             if answer.inventory is not None:
                 memory.inventories[self._joined[rank].inventory] = answer.inventory
             memory.lists.update(answer.lists)
-            if answer.sharded:
-                memory.tensors[self._inventory(rank).sharded] = answer.sharded
+            if answer.sharded is not None:
+                memory.tensors[self._inventory(rank).sharded] = answer.sharded.tensors()
             if answer.outline is not None:
                 memory.outlines[self._inventory(rank).outline] = answer.outline
         return self._plan_if_known()

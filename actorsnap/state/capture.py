@@ -222,10 +222,13 @@ class _Globs:
         if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
             raise UsageError(f"replicated must be a list of globs, not {globs!r}")
         self._matched: set[str] = set()
+        self._match_all = list(globs) == ["**"]
         self.patterns = {glob: re.compile(_glob_regex(glob), re.DOTALL).fullmatch for glob in globs}
 
     def match(self, path: str) -> bool:
         """Whether any glob matches the path, escaped or as typed."""
+        if self._match_all:
+            return True
         typed = human(path) if "%" in path else path
         has_match = False
         for glob, matches in self.patterns.items():

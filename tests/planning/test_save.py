@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from actorsnap.errors import UsageError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import Box, covers_exactly
+from actorsnap.format.owners import Grid, Layout, MeshCut
 from actorsnap.planning.inventory import (
     Inventory,
     Scope,
     Sharded,
+    ShardedTable,
     build_inventory,
     check_sharded,
     digest_of,
@@ -561,6 +563,32 @@ def test_copies_of_what_lies_on_another_mesh_too_are_stored_whole_by_each_holder
         ([2], [Sharded("m/w", "f", (8, 4), b"b", 1)]),
     ]
     assert on_several_meshes(said) == {"m/w"}
+
+
+LAYOUTS = [None, Layout(Grid(0, ((4, 1),)), (MeshCut(0, 0),)), Layout(Grid(0, ((2, 2), (2, 1))))]
+SHAPES = [(), (8, 4), (8, 4), (0,)]
+
+
+@given(
+    st.lists(
+        st.builds(
+            Sharded,
+            path=st.text(max_size=8),
+            dtype=st.sampled_from(["float32", "int8"]),
+            shape=st.sampled_from(SHAPES),
+            ranks=st.sampled_from([b"a", b"b"]),
+            num_ranks=st.integers(1, 4),
+            layout=st.sampled_from(LAYOUTS),
+        ).filter(lambda tensor: tensor.num_ranks == {b"a": 4, b"b": 2}[tensor.ranks])
+    )
+)
+def test_sharded_tensors_arrive_as_they_were_sent(sent: list[Sharded]) -> None:
+    payload = msgspec.msgpack.encode(ShardedTable.of(sent))
+    table = msgspec.msgpack.decode(payload, type=ShardedTable)
+    arrived = table.tensors()
+    assert list(arrived) == sent
+    # One object of each kind, not of each tensor.
+    assert len({id(tensor.layout) for tensor in arrived} | {id(None)}) <= len(table.kinds) + 1
 
 
 def test_what_ranks_see_differently_is_named_all_at_once() -> None:

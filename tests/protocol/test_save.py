@@ -14,6 +14,7 @@ from actorsnap.planning.inventory import (
     Inventory,
     Scope,
     Sharded,
+    ShardedTable,
     digest_of,
 )
 from actorsnap.planning.packing import Item, PackingRules
@@ -89,7 +90,7 @@ class Ranks:
         if question.inventory:
             return encode(Details(self.inventories[rank]))
         if question.sharded:
-            return encode(Details(sharded=self.sharded[rank]))
+            return encode(Details(sharded=ShardedTable.of(self.sharded[rank])))
         own = {digest_of(self.items[rank]): self.items[rank]}
         return encode(Details(lists={digest: own[digest] for digest in question.lists}))
 
