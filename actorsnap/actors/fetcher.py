@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from itertools import accumulate
@@ -18,7 +19,7 @@ from actorsnap.actors.crew import Crew
 from actorsnap.actors.snapshot_reader import missing_is_damage, read_intact
 from actorsnap.actors.trace import NULL_RECORDER, Recorder, Row, Wait, Work
 from actorsnap.errors import ChecksumMismatch, StorageError
-from actorsnap.format.checksum import MAX_BLOCK_BYTES, block_checksums
+from actorsnap.format.checksum import MAX_BLOCK_BYTES, block_checksums, crc32c
 from actorsnap.format.compression import FRAME_BYTES, Unpacker, check_readable
 from actorsnap.format.manifest import BytesEntry, RankManifest, Stored, TensorEntry
 from actorsnap.planning.index import Index, ShardedEntry
@@ -30,10 +31,18 @@ from actorsnap.storage.base import RunBlocking, Storage
 _MAX_VIEWS = 256
 """Views filled between two verifications."""
 
+_MAX_PLANNED_PARTS = 64
+"""Parts of a read up to which all its views are made before it begins. As many objects as many
+small parts need would trigger full garbage collections.
+"""
+
 _MAX_NAMED = 4
 """Leaves that an error names."""
 
-_TURN_BYTES = 64 << 20
+_TURN_S = 0.05
+"""How long a worker thread reads before it asks for other work: each time wakes the loop's thread,
+which takes the GIL and a core from the readers.
+"""
 
 
 class RangeRequest(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -102,14 +111,13 @@ class FetcherPool:
 
         def read_turn(row: Row) -> bool:
             """Returns whether more may be left."""
-            nbytes = 0
             row.note(Wait.THREAD)
+            until_s = time.monotonic() + _TURN_S
             for read in in_place_left:
                 with missing_is_damage(read.key):
                     read_bytes.append(self._read_in_place(requests, read, row))
                 self.on_read(read.stop - read.start)
-                nbytes += read.stop - read.start
-                if has_ended or nbytes >= _TURN_BYTES:
+                if has_ended or time.monotonic() >= until_s:
                     return not has_ended
             return False
 
@@ -187,19 +195,22 @@ class FetcherPool:
 
         Bytes that nothing verifies do not end a batch: each call hands the GIL over twice.
         """
-        at = read.start
+        key, at = read.key, read.start
+        planned: Iterable[_Batch] = _batched(_targets(requests, read), verify=self.verify)
+        if len(read.parts) <= _MAX_PLANNED_PARTS:
+            # Python code between two calls makes threads wait for each other's GIL.
+            planned = list(planned)
 
         def batches() -> Iterator[list[memoryview]]:
             nonlocal at
-            for batch in _batched(_targets(requests, read), verify=self.verify):
-                views = [target.view for target in batch]
-                yield views
-                nbytes = sum(map(len, views))
-                row.note(Work.READ, read.key, at, nbytes)
+            for batch in planned:
+                nbytes = batch.nbytes
+                yield batch.views
+                row.note(Work.READ, key, at, nbytes)
                 row.look()
-                if self.verify:
-                    _verify_all(batch)
-                    row.note(Work.VERIFY, read.key, at, nbytes)
+                if batch.verified:
+                    _verify_all(batch.verified)
+                    row.note(Work.VERIFY, key, at, nbytes)
                 at += nbytes
 
         self.storage.read_into_blocking(read.key, read.start, batches())
@@ -291,8 +302,8 @@ class FetcherPool:
             view = memory[at : at + part.stop - part.start]
             at += len(view)
             request = requests[part.request]
-            if self.verify:
-                _verify(request, part.start, view)
+            if self.verify and (block_bytes := _block_bytes(request)):
+                _verify(request, part.start, view, block_bytes)
             if request.sink.is_addressable:
                 request.sink.view(part.start, part.stop)[:] = view
             else:
@@ -304,55 +315,78 @@ def _is_addressable(requests: Sequence[RangeRequest], read: Read) -> bool:
 
 
 class _Target(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Memory to fill: part of a leaf, or a gap (``request`` is None)."""
+    """Memory to fill: part of a leaf, or a gap (``request`` is None).
+
+    ``block_bytes``: of the leaf's checksums; 0: nothing verifies it.
+    """
 
     request: RangeRequest | None
     start: int
     view: memoryview
+    block_bytes: int
+
+
+class _Batch(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Memory that is filled at once, and the targets in it that are to be verified."""
+
+    views: list[memoryview]
+    verified: list[_Target]
+    nbytes: int
 
 
 def _targets(requests: Sequence[RangeRequest], read: Read) -> Iterator[_Target]:
     """Yields the targets of a read in order; splits large parts into the largest blocks."""
     for gap, part in zip(read.gaps, read.parts, strict=True):
         if gap:
-            yield _Target(None, 0, memoryview(bytearray(gap)))
-        request = requests[part.request]
-        view = request.sink.view(part.start, part.stop)
+            yield _Target(None, 0, memoryview(bytearray(gap)), 0)
+        request, start = requests[part.request], part.start
+        view, block_bytes = request.sink.view(start, part.stop), _block_bytes(request)
         if len(view) <= MAX_BLOCK_BYTES:
-            yield _Target(request, part.start, view)
+            yield _Target(request, start, view, block_bytes)
             continue
         for low in range(0, len(view), MAX_BLOCK_BYTES):
-            yield _Target(request, part.start + low, view[low : low + MAX_BLOCK_BYTES])
+            block = view[low : low + MAX_BLOCK_BYTES]
+            yield _Target(request, start + low, block, block_bytes)
 
 
-def _batched(targets: Iterator[_Target], *, verify: bool) -> Iterator[list[_Target]]:
+def _batched(targets: Iterator[_Target], *, verify: bool) -> Iterator[_Batch]:
     """Yields batches with at most the largest block to verify."""
-    batch: list[_Target] = []
-    nbytes = 0
+    views: list[memoryview] = []
+    verified: list[_Target] = []
+    verified_bytes = nbytes = 0
     for target in targets:
-        is_verified = verify and target.request is not None and target.request.stored.crc32c
-        size = len(target.view) if is_verified else 0
-        if nbytes + size > MAX_BLOCK_BYTES or len(batch) >= _MAX_VIEWS:
-            yield batch
-            batch, nbytes = [], 0
-        batch.append(target)
-        nbytes += size
-    yield batch
+        size = len(target.view) if verify and target.block_bytes else 0
+        if views and (verified_bytes + size > MAX_BLOCK_BYTES or len(views) >= _MAX_VIEWS):
+            yield _Batch(views, verified, nbytes)
+            views, verified, verified_bytes, nbytes = [], [], 0, 0
+        views.append(target.view)
+        nbytes += len(target.view)
+        if size:
+            verified.append(target)
+            verified_bytes += size
+    if views:
+        yield _Batch(views, verified, nbytes)
 
 
 def _verify_all(targets: Sequence[_Target]) -> None:
     for target in targets:
-        if target.request is not None:
-            _verify(target.request, target.start, target.view)
+        if target.request is not None and target.block_bytes:
+            _verify(target.request, target.start, target.view, target.block_bytes)
 
 
-def _verify(request: RangeRequest, start: int, view: memoryview) -> None:
+def _block_bytes(request: RangeRequest) -> int:
+    """Returns the block size of the checksums; 0 if another format has none."""
     stored = request.stored
-    if not stored.crc32c:
-        return  # of another format, which has none
+    count = len(stored.crc32c)
     # Usual with many leaves: a single block covers the view.
-    block_bytes = stored.block_bytes if len(stored.crc32c) > 1 else MAX_BLOCK_BYTES
+    return stored.block_bytes if count > 1 else MAX_BLOCK_BYTES if count else 0
+
+
+def _verify(request: RangeRequest, start: int, view: memoryview, block_bytes: int) -> None:
+    stored = request.stored
     number = start // block_bytes
+    if len(view) == block_bytes and crc32c(view) == stored.crc32c[number]:
+        return  # large leaves: each view is a block
     found = block_checksums(view, block_bytes)
     expected = stored.crc32c[number : number + len(found)]
     if found == expected:

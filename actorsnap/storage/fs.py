@@ -45,6 +45,7 @@ from actorsnap.storage.base import (
     check_size,
     num_bytes,
     range_end,
+    slice_views,
     truncated,
 )
 from actorsnap.storage.posix import (
@@ -208,8 +209,13 @@ class FsStorage(Storage):
         check_range(offset, None)
         with self._translate_errors("read_into", key), open_for_reading(self._path(key)) as fd:
             for views in batches:
-                wanted = num_bytes(views)
-                if pread_into(fd, offset, views) != wanted:
+                # Most batches are one view that one call fills. Python code between two calls makes
+                # threads wait for each other's GIL.
+                wanted = views[0].nbytes if len(views) == 1 else num_bytes(views)
+                done = os.preadv(fd, views, offset) if len(views) == 1 else 0
+                if done < wanted:
+                    done += pread_into(fd, offset + done, slice_views(views, done, wanted))
+                if done < wanted:
                     raise truncated(key, offset + wanted, os.fstat(fd).st_size)
                 offset += wanted
 
