@@ -314,7 +314,7 @@ def restore(setting: Setting, *, verify: bool) -> None:
     ratios = {"of raw": ratio(medians.get(RAW), ours)}
     ratios |= {f"x {p.name}": ratio(medians.get(p.name), ours) for p in PEERS if p.name in medians}
     if verify:
-        needs = {"of raw": Need(0.85), "x dcp": Need(2.5), "x torchsnapshot": Need(2.5)}
+        needs = {"of raw": Need(0.92), "x dcp": Need(2.5), "x torchsnapshot": Need(2.5)}
     else:
         needs = {"x safetensors": Need(1.0)}
     emit(

@@ -56,6 +56,9 @@ from bench.state import llama
 from bench.world import Here, Span, World, span_s
 
 MIB = 1 << 20
+MAX_PLANNING_S = 0.7
+"""Of a whole save of 20,000 tensors by four ranks."""
+
 RATE_MIB_S = 200
 
 State = dict[str, torch.Tensor]
@@ -647,8 +650,14 @@ def row_planning(setting: Setting) -> None:
         }
         emit(
             row,
-            ratios={n: ratio(medians.get(a), medians.get(b)) for n, (a, b) in pairs.items()},
-            needs={name: Need(1.0) for name in pairs},
+            ratios={
+                **{n: ratio(medians.get(a), medians.get(b)) for n, (a, b) in pairs.items()},
+                "whole save, s": medians.get(OURS),
+            },
+            needs={
+                **{name: Need(1.0) for name in pairs},
+                "whole save, s": Need(MAX_PLANNING_S, at_least=False),
+            },
             missing=contest.missing,
             **facts_of(contest, "tmpfs", 64 * num_tensors),
         )

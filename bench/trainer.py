@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -82,14 +83,27 @@ class Disturbance:
         return self.blocked_s + self.extra_s
 
 
-def disturb(trainer: Trainer, saver: Saver, state: State, target: State, url: str) -> Disturbance:
-    """Saves with the trainer beside it, then compares what was saved.
+def disturb(
+    trainer: Trainer,
+    saver: Saver,
+    state: State,
+    target: State,
+    url: str,
+    *,
+    meet: Callable[[], object] = lambda: None,
+) -> Disturbance:
+    """Saves while the trainer goes on, then compares what was saved.
+
+    Args:
+        meet: Called right before the save. Waits for the other ranks: ranks of a real job step
+            together, so what one waits for a late one is not lost to the save.
 
     Raises:
         RuntimeError: the snapshot is not what the state was at the call.
     """
     before = trainer.steps(FEWEST_STEPS)
     expected = state | {name: state[name].clone() for name in trainer.changed}
+    meet()
     start = time.perf_counter()
     saving = saver.begin(state, url)
     blocked_s = time.perf_counter() - start
