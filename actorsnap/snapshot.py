@@ -356,10 +356,12 @@ class Snapshot(SnapshotHandle):
                 If nothing fits, a warning is logged.
             keys: Keys of ``app_state`` to restore. None: all of them.
             rename: Changes the snapshot's paths (``"model/0.weight"``) before they are compared. A
-                dict replaces the longest matching prefix: ``{"state_dict": "model"}`` moves a key,
-                ``{"model/module.": "model/"}`` drops a wrapper's name. A str is a prefix to drop
-                from the names below all keys: ``"_orig_mod."``. A function gets each path, also of
-                containers, and returns the new path, or None to leave it out.
+                dict replaces the longest prefix that ends where a name ends: ``{"state_dict":
+                "model"}`` moves a key, ``{"model/fc1": "model/encoder"}`` a layer, and
+                ``{"model/module.": "model/"}`` drops a wrapper's name. A prefix without a path is
+                an error. A str is a prefix to drop from the names below all keys:
+                ``"_orig_mod."``. A function gets each path, also of containers, and returns the
+                new path, or None to leave it out.
             cast: Convert between floating-point dtypes. A tensor of another dtype is first read
                 into separate memory (for a DTensor, the part that this process holds), then copied.
             group, store, progress: See ``take``.

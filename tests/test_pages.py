@@ -21,7 +21,7 @@ PAGES = {
     "howto/keep.md": 2,
     "howto/progress.md": 2,
     "howto/look-inside.md": 3,
-    "howto/restore-a-part.md": 6,
+    "howto/restore-a-part.md": 7,
     "howto/notebooks.md": 2,
     "howto/copy-and-verify.md": 1,
     "howto/save-without-stalling.md": 1,

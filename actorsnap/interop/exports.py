@@ -13,6 +13,7 @@ import os
 import pickle
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from io import BytesIO
+from itertools import chain
 from math import prod
 from typing import Any, TypeVar, overload
 
@@ -40,7 +41,7 @@ from actorsnap.interop.torch_archives import (
     not_plain,
 )
 from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry
-from actorsnap.planning.renaming import Rename, function_of, renamed
+from actorsnap.planning.renaming import Rename, check_used, function_of, paths_of, renamed
 from actorsnap.planning.shards import Shard, Shards
 from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.exporting import (
@@ -306,14 +307,18 @@ async def _state(opened: OpenSource, call: _Call, *, keeps_shards: bool) -> tupl
         UsageError: The key is missing, or a leaf is no plain value.
     """
     change = (lambda path: path) if call.rename is None else function_of(call.rename)
+    seen: set[str] = set()
 
     def names(path: str) -> bool:
+        seen.add(path)
         new = change(path.partition("@")[0])
         return bool(new) and call.key in (None, _key_of(str(new)))
 
     entries: list[AnyEntry] = []
     maker = _Stubs(keeps_shards=keeps_shards)
-    for index, paths in await readable(opened, names):
+    indexes = await readable(opened, names)
+    check_used(call.rename, chain(seen, *[paths_of(index) for index, _ in indexes]))
+    for index, paths in indexes:
         if call.rename is not None:
             paths = paths and frozenset([new for path in paths if (new := change(path))])
             index = renamed(index, call.rename)

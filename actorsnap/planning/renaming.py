@@ -7,12 +7,13 @@ other top-level keys. Must not know targets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import islice
 from typing import TypeAlias
 
 import msgspec
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import UsageError, did_you_mean
 from actorsnap.format.manifest import ContainerEntry, ViewEntry
 from actorsnap.planning.index import AnyEntry, Index, ancestors
 
@@ -48,10 +49,65 @@ def _without_prefix(path: str, prefix: str) -> str:
 
 def _with_prefix(path: str, prefixes: Sequence[tuple[str, str]]) -> str:
     for old, new in prefixes:
-        rest = path.removeprefix(old)
-        if path.startswith(old) and (old[-1] in "/." or rest[:1] in ("", "/")):
-            return f"{new}{rest}".removeprefix("/")
+        if _is_prefix(old, path):
+            return f"{new}{path.removeprefix(old)}".removeprefix("/")
     return path
+
+
+def _is_prefix(old: str, path: str) -> bool:
+    """Returns whether ``path`` is ``old``, or goes on after it with another name.
+
+    A dot separates names below a key. In a key, it is a character like any other: ``model`` is no
+    prefix of ``model.ema``.
+    """
+    if not path.startswith(old):
+        return False
+    after = path[len(old) : len(old) + 1]
+    return old[-1] in "/." or after in ("", "/") or (after == "." and "/" in old)
+
+
+def check_used(rename: Rename | None, paths: Iterable[str]) -> None:
+    """Checks that each prefix of a mapping has a path.
+
+    Args:
+        paths: Of all ranks, before the change.
+
+    Raises:
+        UsageError: A prefix has none, so it is misspelled or the snapshot is another one.
+    """
+    if not isinstance(rename, Mapping):
+        return
+    known = dict.fromkeys([path.partition("@")[0] for path in paths])
+    for old in rename:
+        if any(_is_prefix(old, path) for path in known):
+            continue
+        hint = did_you_mean(old.rstrip("/."), _names(known), limit=2)
+        if not hint:
+            keys = sorted({path.partition("/")[0] for path in known})
+            hint = f"it has the keys {', '.join(map(repr, keys[:5]))}"
+        raise UsageError(f"rename: the snapshot has no path that begins with {old!r}; {hint}")
+
+
+def _names(paths: Iterable[str]) -> list[str]:
+    """Returns paths and what is above them: enough of them to suggest one."""
+    found: dict[str, None] = {}
+    for path in islice(paths, _MAX_COMPARED):
+        found |= dict.fromkeys([*ancestors(path), path])
+        key, slash, name = path.partition("/")
+        at = name.find(".")
+        while slash and at >= 0:
+            found[f"{key}/{name[:at]}"] = None
+            at = name.find(".", at + 1)
+    return list(found)
+
+
+_MAX_COMPARED = 2000
+"""Number of paths that a suggestion is looked for in: comparing takes about 10 us each."""
+
+
+def paths_of(index: Index) -> list[str]:
+    """Returns the paths of an index, and those that only other ranks have."""
+    return [*(entry.path for entry in index.entries), *index.held_by_other_ranks]
 
 
 def renamed(index: Index, rename: Rename) -> Index:

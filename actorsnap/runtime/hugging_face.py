@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 import msgspec
@@ -27,7 +28,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.assembly import Origin
 from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry
-from actorsnap.planning.renaming import Rename, function_of, renamed
+from actorsnap.planning.renaming import Rename, check_used, function_of, paths_of, renamed
 from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.exporting import (
     Body,
@@ -175,14 +176,17 @@ async def _indexes(
 ) -> list[tuple[Index, frozenset[str] | None]]:
     """Returns ``readable`` with the names after ``rename``."""
     change = (lambda path: path) if call.rename is None else function_of(call.rename)
+    seen: set[str] = set()
 
     def names(path: str) -> bool:
+        seen.add(path)
         new = change(path.partition("@")[0])
         return bool(new) and _name(str(new), call.key) is not None
 
     indexes = await readable(opened, names)
     if call.rename is None:
         return indexes
+    check_used(call.rename, chain(seen, *[paths_of(index) for index, _ in indexes]))
     return [
         (
             renamed(index, call.rename),

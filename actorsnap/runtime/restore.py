@@ -23,7 +23,7 @@ from actorsnap.errors import (
 )
 from actorsnap.log import Log
 from actorsnap.planning.index import Index, Wants
-from actorsnap.planning.renaming import Rename, function_of, renamed
+from actorsnap.planning.renaming import Rename, check_used, function_of, paths_of, renamed
 from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.messages import CallKind, Label
@@ -320,6 +320,7 @@ def _compare(
         index = yield from _complete_index(source, begun, wants, alike)
         observation.caller.note(Work.INDEX)
     if selection.rename is not None:
+        check_used(selection.rename, paths_of(index))
         index = renamed(index, selection.rename)
     compared = compare(
         *(index, app_state, states),

@@ -9,6 +9,7 @@ import itertools
 import json
 import os
 import threading
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from actorsnap import (
     UsageError,
     sync,
 )
+from actorsnap.interop.exports import export_torch
 from actorsnap.storage.posix import copy_range
 from actorsnap.storage.wrapper import Wrapper
 from actorsnap.testing import FaultyStorage
@@ -140,6 +142,9 @@ async def test_rename_and_keys_below(tmp_path: Path) -> None:
     assert found.keys() == {f"h.{n}.{kind}" for n in range(4) for kind in ("weight", "bias")}
     with pytest.raises(UsageError, match="no path 'modle'"):
         await snapshot.export_hf(tmp_path / "c", "modle")
+    for export in (snapshot.export_hf, partial(export_torch, snapshot)):
+        with pytest.raises(UsageError, match="no path that begins with 'train/modle'; did you"):
+            await export(tmp_path / "c", rename={"train/modle": "model"})
     assert not (tmp_path / "c").exists()
 
 

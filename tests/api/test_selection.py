@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -78,6 +79,25 @@ def test_rename_by_a_prefix(tmp_path: Path) -> None:
     module = linear(0)
     assert Snapshot(tmp_path).restore({"model": module}, rename="_orig_mod.").is_complete
     assert is_all(module, 3)
+
+
+@pytest.mark.parametrize("written_by", ["take", "torch", "safetensors"])
+def test_a_renamed_layer(tmp_path: Path, written_by: str) -> None:
+    old = torch.nn.ModuleDict({"fc1": linear(3), "fc10": linear(4)})
+    path = tmp_path / ("s.safetensors" if written_by == "safetensors" else "s")
+    if written_by == "take":
+        Snapshot.take(path, {"model": old})
+    elif written_by == "torch":
+        torch.save(old.state_dict(), path)
+    else:
+        save_file(old.state_dict(), path)
+    new = torch.nn.ModuleDict({"encoder": linear(0), "fc10": linear(0)})
+    Snapshot(path).restore({"model": new}, rename={"model/fc1": "model/encoder"})
+    assert is_all(new["encoder"], 3)
+    assert is_all(new["fc10"], 4)
+    for call in (Snapshot(path).restore, Snapshot(path).plan_restore):
+        with pytest.raises(UsageError, match="no path that begins with 'model/fcl'; did you mean"):
+            call({"model": new}, rename={"model/fcl": "model/encoder"})
 
 
 def test_an_optimizer_moves(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from actorsnap.errors import UsageError
 from actorsnap.format.manifest import ContainerEntry, Stored, TensorEntry, ValueEntry, ViewEntry
 from actorsnap.planning.index import Index
-from actorsnap.planning.renaming import function_of, renamed
+from actorsnap.planning.renaming import check_used, function_of, renamed
 
 
 def index_of(*entries: Any) -> Index:
@@ -52,6 +52,11 @@ def paths(index: Index) -> list[str]:
         ({"optim/0": "optim"}, "optim/01/state", "optim/01/state"),
         ({"model/module.": "model/"}, "model/module.fc", "model/fc"),
         ({"model/": ""}, "model/fc/w", "fc/w"),
+        ({"model/fc1": "model/encoder"}, "model/fc1.weight", "model/encoder.weight"),
+        ({"model/fc1": "model/encoder"}, "model/fc1", "model/encoder"),
+        ({"model/fc1": "model/encoder"}, "model/fc10.weight", "model/fc10.weight"),
+        ({"model/fc1": "model/a", "model/fc1.0": "model/b"}, "model/fc1.0.w", "model/b.w"),
+        ({"model": "net"}, "model.ema/fc", "model.ema/fc"),
         ({"top": ""}, "top/fc/w", "fc/w"),
         (lambda path: path.replace("_orig_mod.", ""), "m/a._orig_mod.b", "m/a.b"),
         (lambda path: None, "m/a", None),
@@ -65,6 +70,38 @@ def test_one_path(rename: Any, path: str, new: str | None) -> None:
 def test_no_rename(rename: Any) -> None:
     with pytest.raises(UsageError, match="rename must"):
         function_of(rename)
+
+
+KNOWN = ["model", "model/fc1.weight", "model/fc1.bias", "optim", "optim/0@storage"]
+
+
+@pytest.mark.parametrize(
+    "rename",
+    [
+        None,
+        "module.",
+        lambda path: path,
+        {"model/fc1": "model/a"},
+        {"model/fc1.": "model/a."},
+        {"optim/0": "optim"},
+        {"model": "net", "model/fc1": "model/a"},
+    ],
+)
+def test_used(rename: Any) -> None:
+    check_used(rename, KNOWN)
+
+
+@pytest.mark.parametrize(
+    ("rename", "match"),
+    [
+        ({"model/fcl": "model/a"}, "begins with 'model/fcl'; did you mean 'model/fc1'"),
+        ({"model": "net", "modle/fc1": "a"}, "begins with 'modle/fc1'; did you mean 'model/fc1'"),
+        ({"fc": "model/a"}, "begins with 'fc'; it has the keys 'model', 'optim'"),
+    ],
+)
+def test_unused(rename: Any, match: str) -> None:
+    with pytest.raises(UsageError, match=match):
+        check_used(rename, KNOWN)
 
 
 def test_all_that_has_a_path() -> None:
