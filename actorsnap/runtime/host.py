@@ -16,8 +16,9 @@ import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
+import sys
 import threading
-from collections.abc import Callable, Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -48,6 +49,9 @@ _MAX_WORKERS = 8
 
 _RELIEF_S = 0.25
 """Interval between checks for jobs that wait for hanging threads."""
+
+_WAKE_S = 0.2
+"""Longest time until the loop of a notebook sees an interrupt."""
 
 _STOP_S = 5.0
 """Time limit for stopping cancelled calls: a hanging storage must not block exit."""
@@ -407,4 +411,29 @@ async def wait_done(future: concurrent.futures.Future[Any]) -> None:
             loop.call_soon_threadsafe(done.set)
 
     future.add_done_callback(wake)
-    await done.wait()
+    with interruptible():
+        await done.wait()
+
+
+@contextlib.contextmanager
+def interruptible() -> Iterator[None]:
+    """Lets ipykernel interrupt a wait on the caller's loop.
+
+    Its signal handler cancels the cell by ``call_soon``, which does not wake a loop that sleeps in
+    ``select``. A timer does. Signal handlers run in the main thread only.
+    """
+    if "ipykernel" not in sys.modules or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    timer: asyncio.TimerHandle
+
+    def rearm() -> None:
+        nonlocal timer
+        timer = loop.call_later(_WAKE_S, rearm)
+
+    rearm()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -25,7 +25,14 @@ from actorsnap.actors.trace import Progress, ProgressBoard
 from actorsnap.errors import ActorSnapError, UsageError
 from actorsnap.log import Log
 from actorsnap.options import may_block_running_loop
-from actorsnap.runtime.host import Call, Host, Script, check_not_forked, wait_done
+from actorsnap.runtime.host import (
+    Call,
+    Host,
+    Script,
+    check_not_forked,
+    interruptible,
+    wait_done,
+)
 from actorsnap.runtime.tracebacks import shorten
 from actorsnap.storage.registry import without_secrets
 
@@ -163,7 +170,8 @@ async def follow_async(reader: Reader[T]) -> AsyncGenerator[T, None]:
             if item is not None:
                 yield item
             elif not reader.is_over:
-                await changed.wait()
+                with interruptible():
+                    await changed.wait()
     finally:
         unsubscribe()
 
@@ -470,6 +478,11 @@ class AsyncCall(Coroutine[Any, Any, T]):
     def _outcome(self) -> Generator[Any, Any, T]:
         try:
             return (yield from self._coroutine.__await__())
+        except asyncio.CancelledError as error:
+            if not error.args:  # anyio's cancellations are recognized by their argument
+                error.args = (f"{self.__qualname__}() was cancelled",)
+            shorten(error)
+            raise  # without this frame
         except Exception as error:
             shorten(error)
             raise  # without this frame
@@ -525,6 +538,11 @@ class AsyncCall(Coroutine[Any, Any, T]):
     def __getitem__(self, key: Any) -> NoReturn:
         raise TypeError(
             f"{self.__qualname__}() has to be awaited before its result is read. {self._hint()}"
+        )
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError(
+            f"{self.__qualname__}() has to be awaited before its result is tested. {self._hint()}"
         )
 
     def _name(self) -> str:

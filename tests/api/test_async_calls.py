@@ -173,6 +173,11 @@ def test_reading_a_result_that_is_not_there(
             TypeError, match=r"get_manifest\(\) has to be awaited .*`entries = await"
         ):
             read()
+    exists: Any = Snapshot(tmp_path / "s").exists()
+    says = r"exists\(\) has to be awaited before its result is tested. Write `if await .*exists"
+    with pytest.raises(TypeError, match=says):
+        assert exists
+    exists.close()
     for call, name in ((taken, "take"), (pending, "async_take"), (entries, "get_manifest")):
         assert f"Snapshot.{name}(" in repr(call)
         assert "was not awaited: nothing was" in repr(call)

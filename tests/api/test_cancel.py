@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import signal
+import sys
 import threading
+import time
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import anyio
@@ -168,6 +172,60 @@ async def test_cancelling_a_take_while_its_storage_is_opened(
     done, _ = await asyncio.wait([task], timeout=5.0)
     assert done
     assert task.cancelled()
+
+
+@pytest.mark.parametrize("call", ["take", "events"])
+async def test_the_interrupt_of_a_notebook(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """ipykernel's handler cancels the cell without waking its loop, which sleeps in ``select``."""
+    monkeypatch.setitem(sys.modules, "ipykernel", ModuleType("ipykernel"))
+    await Snapshot.take(tmp_path / "s", state(1), options=FAST)
+    loop, main, barrier = asyncio.get_running_loop(), threading.main_thread(), Barrier(1)
+    url = faulty_url(str(tmp_path / "s"))
+
+    async def cell() -> None:
+        if call == "take":
+            await Snapshot.take(url, state(2), overwrite=True, options=FAST)
+        else:
+            pending = await Snapshot.async_take(url, state(2), overwrite=True, options=FAST)
+            try:
+                async for _ in pending.events():
+                    pass
+            finally:
+                pending.cancel()
+
+    def interrupt() -> None:
+        assert barrier.wait_reached()
+        time.sleep(0.3)  # the loop goes to sleep
+        assert main.ident is not None
+        signal.pthread_kill(main.ident, signal.SIGINT)
+
+    with held(barrier):
+        task = asyncio.create_task(cell())
+        before = signal.signal(signal.SIGINT, lambda *_: loop.call_soon(task.cancel))
+        other = threading.Thread(target=interrupt)
+        too_late = threading.Timer(20, barrier.release)
+        try:
+            other.start()
+            too_late.start()
+            with pytest.raises(asyncio.CancelledError) as raised:
+                await task
+            assert too_late.is_alive()
+        finally:
+            too_late.cancel()
+            other.join()
+            signal.signal(signal.SIGINT, before)
+    if call == "take":
+        assert str(raised.value) == "Snapshot.take() was cancelled"
+        await assert_whole(tmp_path / "s", 1)
+
+
+async def test_elsewhere_no_timer_wakes_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "ipykernel", raising=False)
+    monkeypatch.delattr(asyncio.BaseEventLoop, "call_later")
+    with host.interruptible():
+        await asyncio.sleep(0)
 
 
 async def test_cancelling_an_async_take_and_its_waiting(
