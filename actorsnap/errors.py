@@ -1,34 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error that actorsnap raises, in one tree.
 
-An error's fields hold the facts; its message adds advice. Errors can be pickled. This module
-imports nothing from the package, so every layer can raise its errors.
-
-    ActorSnapError
-    ├── UsageError (ValueError)            bad input, raised before any I/O
-    ├── StorageError(op, key, backend)
-    │   ├── ObjectNotFound (FileNotFoundError)
-    │   ├── ObjectExists (FileExistsError)
-    │   ├── AccessDenied (PermissionError)
-    │   ├── StorageFull
-    │   └── Throttled
-    ├── FormatError(key, url)
-    │   ├── UnsupportedFormat
-    │   ├── ChecksumMismatch
-    │   └── NotASnapshot(found)
-    ├── IncompatibleState(missing, unexpected, mismatched)
-    ├── SnapshotReplaced(url, is_deleted)
-    ├── SnapshotAborted(reason, rank, stage, key, may_be_committed)
-    │   └── StateChanged(path)
-    ├── RestoreAborted(reason, rank, stage, key)
-    ├── NoValidSnapshot(url, skipped)
-    └── RootTaken(url, generation)
+An error's fields hold the facts; its message adds advice. Errors can be pickled.
 """
+
+# Must import nothing from the package: every layer raises these errors.
+#
+#     ActorSnapError
+#     ├── UsageError (ValueError)            bad input, raised before any I/O
+#     ├── StorageError(op, key, backend)
+#     │   ├── ObjectNotFound (FileNotFoundError)
+#     │   ├── ObjectExists (FileExistsError)
+#     │   ├── AccessDenied (PermissionError)
+#     │   ├── StorageFull
+#     │   └── Throttled
+#     ├── FormatError(key, url)
+#     │   ├── UnsupportedFormat
+#     │   ├── ChecksumMismatch
+#     │   └── NotASnapshot(found)
+#     ├── IncompatibleState(missing, unexpected, mismatched)
+#     ├── SnapshotReplaced(url, is_deleted)
+#     ├── SnapshotAborted(reason, rank, stage, key, may_be_committed)
+#     │   └── StateChanged(path)
+#     ├── RestoreAborted(reason, rank, stage, key)
+#     ├── NoValidSnapshot(url, skipped)
+#     └── RootTaken(url, generation)
 
 from __future__ import annotations
 
 import io
 import pickle
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -385,12 +387,14 @@ class IncompatibleState(ActorSnapError):
             module's own loading code raised.
         is_untouched: Whether nothing was changed. False if only the ``load_state_dict`` of a module
             that adapts its input could detect the mismatch.
+        is_restore: False for ``read_object``, whose ``out`` does not fit.
     """
 
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     mismatched: Sequence[str] = ()
     is_untouched: bool = True
+    is_restore: bool = True
 
     def __post_init__(self) -> None:
         self.missing = tuple(self.missing)
@@ -399,15 +403,31 @@ class IncompatibleState(ActorSnapError):
         super().__post_init__()
 
     def _text(self) -> str:
+        what = "the app state does not fit the snapshot"
+        if not self.is_restore:
+            what = "out does not fit the snapshot"
         lines = [
-            "the app state does not fit the snapshot; "
+            f"{what}; "
             f"{'nothing was changed' if self.is_untouched else 'parts of it were overwritten'}. "
-            "strict=False restores what matches and reports the rest.",
+            f"{self._advice()}",
             *_format_list("missing in the snapshot", self.missing),
             *_format_list("unexpected in the snapshot", self.unexpected),
             *_format_list("mismatched", self.mismatched),
         ]
         return "\n".join(lines)
+
+    def _advice(self) -> str:
+        if not self.is_restore:
+            return "Pass an out of the saved dtype and shape, or none."
+        advice = ["strict=False restores what matches and reports the rest."]
+        if self.missing:
+            advice.append("rename= of Snapshot.restore takes leaves that have other names.")
+        if any(_DTYPES.search(line) for line in self.mismatched):
+            advice.append("cast=True of Snapshot.restore converts floating-point dtypes.")
+        return " ".join(advice)
+
+
+_DTYPES = re.compile("dtype b?float[0-9a-z_]+ in the snapshot, b?float")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -44,7 +45,7 @@ class Compared:
         without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
         unplaced: Paths without a place here, by escaped key. Other ranks may have one (pipeline
             stages).
-        hints: A line per missing key that resembles a key of the snapshot.
+        hints: A line per missing key, with keys that the snapshot has.
     """
 
     parts: dict[str, KeyRestore] = field(default_factory=dict)
@@ -178,9 +179,9 @@ class _Comparer:
             return
         if key not in self._entries:
             compared.missing.append(escape(key))
-            if hint := did_you_mean(key, self._entries.keys() - self._states.keys()):
-                compared.hints.append(f"the snapshot has no key {key!r}; {hint}")
             compared.mismatched += self._explain_private(key, private)
+            if not private:
+                compared.hints.append(self._explain_absence(key))
             return
         if escape(key) in self._changed:
             compared.mismatched.append(self._changed[escape(key)])
@@ -272,6 +273,21 @@ class _Comparer:
         )
         return True
 
+    def _explain_absence(self, key: str) -> str:
+        """Returns the keys that the snapshot has instead, and how to restore from one."""
+        others = sorted(self._entries.keys() - self._states.keys())
+        text = f"the snapshot has no key {key!r}"
+        if not others:
+            return f"{text}; it has {', '.join(map(repr, sorted(self._entries)[:5])) or 'none'}"
+        hint = did_you_mean(key, others)
+        if not hint:
+            hint = f"it has {', '.join(map(repr, others[:5]))}{', ...' if others[5:] else ''}."
+        (near,) = get_close_matches(key, others, n=1, cutoff=0.0)
+        rename = {escape(near): escape(key)}
+        return (
+            f"{text}; {hint} To restore from another key, pass rename={rename} to Snapshot.restore"
+        )
+
     def _explain_private(self, key: str, paths: Sequence[str]) -> list[str]:
         """Returns a line per set of ranks with wanted private leaves."""
         index = self.index
@@ -326,7 +342,8 @@ _PARAMS = re.compile("param_groups/[0-9]+/params(/[0-9]+)?")
 def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
     return {
         path: f"{path}: saved from {saved}, the app state has {class_names(optimizers)}; "
-        "Options(allow_optimizer_change=True) restores it nevertheless"
+        "to restore it nevertheless, pass options=Options(allow_optimizer_change=True) to "
+        "Snapshot(path) or CheckpointManager"
         for path, optimizers in optimizers_in(app_state).items()
         if (saved := index.optimizers.get(path)) and not takes_state_of(optimizers, saved)
     }

@@ -50,6 +50,10 @@ _RETRYABLE = {errno.EAGAIN, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTA
 _READING = {"get", "read_into", "stat", "join_writer"}
 
 
+class NoFolderError(FileNotFoundError):
+    """A folder for an object could not be created, although nothing has its name."""
+
+
 class Descriptor:
     """A file descriptor that its last user closes.
 
@@ -137,7 +141,8 @@ class Folders:
 
         Raises:
             NotADirectoryError: One of them is a file.
-            FileNotFoundError: Concurrent deletes win too often.
+            NoFolderError: The file system refuses to create one, or concurrent deletes win too
+                often.
         """
         missing = [folder]
         for _ in range(CREATE_TRIES + 2 * folder.count("/")):
@@ -157,7 +162,7 @@ class Folders:
             missing.pop()
             if not missing:
                 return
-        raise FileNotFoundError(errno.ENOENT, "folders vanish while they are made", folder)
+        raise NoFolderError(errno.ENOENT, "folders vanish while they are made", folder)
 
     def sync(self, folder: str) -> None:
         """Makes the entries of ``folder`` and its parents durable."""
@@ -392,6 +397,8 @@ def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> Stora
         return kind(op=op, key=key, backend=root, detail=detail, retryable=number in _RETRYABLE)
 
     if number == errno.ENOENT:
+        if isinstance(error, NoFolderError):
+            return make(StorageError, _describe_missing_folder(error.filename))
         return make(ObjectNotFound, "no such object")
     if number == errno.EEXIST:
         if obstacle := _describe_non_object(os.path.join(root, key)):
@@ -442,6 +449,16 @@ def _describe_parent(key: str, root: str) -> str:
         if os.path.isfile(os.path.join(root, parent)):
             return f"a parent is a file: {parent!r} is an object, so no key can be below it"
     return f"a parent of {key!r} is no folder"
+
+
+def _describe_missing_folder(folder: str) -> str:
+    above = folder
+    while not os.path.isdir(above):
+        folder, above = above, os.path.dirname(above)
+    return (
+        f"the folder {folder} cannot be created: the file system of {above} takes no new folders, "
+        "or another process deletes them; store elsewhere"
+    )
 
 
 def _describe_obstacle(path: str) -> str:

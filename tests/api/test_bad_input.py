@@ -236,11 +236,22 @@ def test_bad_reading(saved: Path) -> None:
         snapshot.read_object("0/model/weight", memory_budget_bytes=1000)
     with pytest.raises(UsageError, match="path"):
         snapshot.read_object(3)  # type: ignore[arg-type]
-    with pytest.raises(IncompatibleState, match="float64"):
+    with pytest.raises(IncompatibleState, match="float64 in out") as caught:
         snapshot.read_object("0/model/weight", out=torch.zeros(270_000, dtype=torch.float64))
+    assert "out does not fit the snapshot; nothing was changed" in str(caught.value)
+    assert "strict=" not in str(caught.value)
+    assert "cast=" not in str(caught.value)
 
 
 # Places
+
+
+def test_a_file_system_that_takes_no_folders() -> None:
+    for path in ("/proc/actorsnap", "/proc/actorsnap/below"):
+        match = "the folder /proc/actorsnap cannot be created: the file system of /proc takes no"
+        with pytest.raises(SnapshotAborted, match=match) as caught:
+            sync.Snapshot.take(path, state(1))
+        assert type(caught.value.__cause__) is StorageError
 
 
 def test_a_path_that_is_a_file(tmp_path: Path) -> None:
@@ -841,7 +852,38 @@ def test_misspelt_keys_of_an_app_state(saved: Path) -> None:
     with pytest.raises(IncompatibleState) as caught:
         sync.Snapshot(saved).restore(app_state)
     assert caught.value.missing == ("modle", "unlike")
-    assert caught.value.__notes__ == ["the snapshot has no key 'modle'; did you mean 'model'?"]
+    assert caught.value.__notes__ == [
+        "the snapshot has no key 'modle'; did you mean 'model'? To restore from another key, pass "
+        "rename={'model': 'modle'} to Snapshot.restore",
+        "the snapshot has no key 'unlike'; it has 'model', 'progress'. To restore from another "
+        "key, pass rename={'model': 'unlike'} to Snapshot.restore",
+    ]
+    assert "rename= of Snapshot.restore" in str(caught.value)
+
+
+def test_a_key_of_an_old_file(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    torch.save({"model_state_dict": model.state_dict(), "epoch": 3}, tmp_path / "old.pt")
+    snapshot = sync.Snapshot(tmp_path / "old.pt")
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"model": torch.nn.Linear(3, 2)})
+    assert caught.value.__notes__ == [
+        "the snapshot has no key 'model'; it has 'epoch', 'model_state_dict'. To restore from "
+        "another key, pass rename={'model_state_dict': 'model'} to Snapshot.restore"
+    ]
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"model_state_dict": model, "epoch": StateDict(), "more": StateDict()})
+    assert "the snapshot has no key 'more'; it has 'epoch', 'model_state_dict'" in (
+        caught.value.__notes__
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])
+def test_another_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    sync.Snapshot.take(tmp_path, {"own": StateDict(w=torch.zeros(3))})
+    with pytest.raises(IncompatibleState, match="dtype float32 in the snapshot") as caught:
+        sync.Snapshot(tmp_path).restore({"own": StateDict(w=torch.zeros(3, dtype=dtype))})
+    assert ("cast=True" in str(caught.value)) is dtype.is_floating_point
 
 
 def test_usable_after_all_that(tmp_path: Path) -> None:

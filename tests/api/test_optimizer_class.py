@@ -69,7 +69,7 @@ def test_another_class_is_refused_by_name(tmp_path: Path, wrap: bool) -> None:
     (line,) = caught.value.mismatched
     path = "train/optim" if wrap else "optimizer"
     assert line.startswith(f"{path}: saved from {ADAMW}, the app state has {SGD};")
-    assert "Options(allow_optimizer_change=True)" in line
+    assert "pass options=Options(allow_optimizer_change=True) to Snapshot(path) or" in line
     assert snapshot.plan_restore(trainer.state).mismatched == (line,)
     assert_same(trainer.model.state_dict(), model)
     # What does not fit is left out; the rest is restored, and training goes on.

@@ -162,7 +162,8 @@ def read_one(
         match.missing or match.unexpected or match.unplaced or match.mismatched
     ):
         lines = match.mismatched or [f"{root}: a container in the snapshot, {describe(out)} as out"]
-        raise IncompatibleState(mismatched=lines)
+        lines = [line.replace(" in the app state", " in out") for line in lines]
+        raise IncompatibleState(mismatched=lines, is_restore=False)
     return restore
 
 
