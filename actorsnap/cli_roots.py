@@ -163,7 +163,7 @@ def best(
             infos = run(looking.steps(opened, is_complete=False)) if found is None else []
         if found is None:
             _require(infos, root)
-            known = sorted({name for info in infos for name in info.metrics})
+            known = looking.metrics_of(infos)
             raise NothingFound(
                 f"no step has the metric {metric!r}; there are: {', '.join(known) or 'none'}"
             )

@@ -18,7 +18,7 @@ PAGES = {
     "index.md": 1,
     "install.md": 1,
     "howto/resume.md": 3,
-    "howto/keep.md": 2,
+    "howto/keep.md": 4,
     "howto/progress.md": 2,
     "howto/look-inside.md": 3,
     "howto/restore-a-part.md": 7,

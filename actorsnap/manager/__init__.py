@@ -27,7 +27,7 @@ from actorsnap.manager.results import (
     StepInfo,
 )
 from actorsnap.options import Options
-from actorsnap.planning.cadence import SavePolicy, every
+from actorsnap.planning.cadence import SaveAnyOf, SavePolicy, every
 from actorsnap.planning.keeping import KeepPolicy, StoredStep, Verdict, keep
 from actorsnap.planning.marks import Pin
 from actorsnap.runtime.location import AppState
@@ -89,7 +89,7 @@ class ManagerHandle:
         root: str | os.PathLike[str],
         app_state: AppState | None = None,
         *,
-        save: SavePolicy,
+        save: SavePolicy | None = None,
         keep: KeepPolicy = _DEFAULT_KEEP,
         min_valid: int = 2,
         max_pending: int = 1,
@@ -111,7 +111,7 @@ class ManagerHandle:
             ManagerSettings(
                 root=root,
                 app_state=app_state,
-                save=save,
+                save=SaveAnyOf(()) if save is None else save,
                 keep=keep,
                 min_valid=min_valid,
                 max_pending=max_pending,
@@ -188,7 +188,8 @@ class CheckpointManager(ManagerHandle):
     Args:
         root: A folder or URL for this run only.
         app_state: Statefuls by key, as for ``Snapshot.take``; may be passed with each call instead.
-        save: When to save, for example ``every.steps(500)``.
+        save: When ``maybe_save`` saves, for example ``every.steps(500)``. None: only on
+            ``request``. ``save`` and ``async_save`` save at any step.
         keep: What stays, for example ``keep.last(3) | keep.best("loss", "min")``. Judged on rank 0
             after each commit, once the new snapshot is verified. The newest step, the newest
             verified one, ``min_valid`` verified ones, the one restored from, abandoned steps and
@@ -348,8 +349,9 @@ class CheckpointManager(ManagerHandle):
     ) -> Restored | None:
         """Restores the newest whole snapshot of the run, on all ranks.
 
-        Rank 0 looks. A damaged snapshot is skipped, with a warning, for the next older one. All
-        other errors are raised: an outage or a wrong model must not cost steps.
+        Rank 0 chooses the snapshot for all ranks. If it is damaged, a warning is logged, and the
+        next older one is restored. All other errors are raised: an outage or a wrong model must
+        not cost steps.
 
         Args:
             strict: See ``Snapshot.restore``. False verifies every byte first.
@@ -428,7 +430,7 @@ class CheckpointManager(ManagerHandle):
         """Returns the step of the run with the best value; of equal ones the oldest.
 
         Returns:
-            None if no step has the metric as a number.
+            None if no step has the metric as a number. If steps have others, a warning names them.
 
         Raises:
             UsageError: Another mode.
@@ -545,7 +547,7 @@ class CheckpointManager(ManagerHandle):
         pending saves.
 
         Args:
-            timeout_s: Bound of the wait for deletions; the next manager finishes them.
+            timeout_s: Longest wait for deletions, in seconds. The next manager finishes the rest.
 
         Raises:
             UsageError: Another timeout. Nothing was closed.

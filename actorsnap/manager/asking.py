@@ -69,6 +69,7 @@ class AskSettings:
         take_requests: Returns and removes the shell's requests at the root.
         watch_requests_s: Interval of looks for them; None: no look.
         options: Of the manager's calls.
+        look_at_metrics: Called with those of each step, on rank 0.
     """
 
     find: Callable[[], Team | None]
@@ -76,6 +77,7 @@ class AskSettings:
     notices: Sequence[Watcher] | None = None
     watch_requests_s: float | None = None
     options: Options
+    look_at_metrics: Callable[[Mapping[str, object]], None] = lambda _: None
 
 
 class Asking:
@@ -250,6 +252,7 @@ class Asking:
         if metrics is not None and self.improvements:
             found = metrics() if callable(metrics) else metrics
             better = self.improvements.judge(found)
+            self._settings.look_at_metrics(found)
             reason = ", ".join(filter(None, [reason, better]))
         # Among ranks, the save of this call serves it too.
         if reason and not (is_due and self._port is not None):

@@ -34,7 +34,7 @@ from actorsnap.manager.asking import Asking, AskSettings
 from actorsnap.manager.events import EventBoard, EventKind
 from actorsnap.manager.inbox import take_requests
 from actorsnap.manager.keeper import Keeper, Search, StepSearch, current_timeline
-from actorsnap.manager.noting import recall_best, stored_metadata
+from actorsnap.manager.noting import MetricNames, recall_best, stored_metadata
 from actorsnap.manager.results import (
     ManagerSettings,
     Metrics,
@@ -60,7 +60,7 @@ from actorsnap.runtime.location import (
     resolve_options,
 )
 from actorsnap.runtime.restore import RestoreReport
-from actorsnap.runtime.roots import Root, is_damage
+from actorsnap.runtime.roots import METADATA_KEY, Root, is_damage
 from actorsnap.runtime.rounds import announce
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.source import OpenSource
@@ -102,6 +102,7 @@ class ManagerBody:
         self._saving = threading.Lock()
         _unclosed.add(self)
         self.events = EventBoard()
+        self._metric_names = MetricNames(self.root.url, settings.save, settings.keep)
         self.asking = Asking(
             settings.save,
             self._label_url,
@@ -112,6 +113,7 @@ class ManagerBody:
                 notices=settings.notices,
                 watch_requests_s=settings.watch_requests_s,
                 options=self._options,
+                look_at_metrics=self._metric_names.look_at_step,
             ),
         )
 
@@ -212,7 +214,10 @@ class ManagerBody:
         self, reason: str, metrics: Metrics, metadata: Mapping[str, Any] | None
     ) -> dict[str, Any]:
         best, common = self.asking.improvements.best, self._settings.metadata
-        return stored_metadata(reason, metrics, common, metadata, best)
+        noted = stored_metadata(reason, metrics, common, metadata, best)
+        if self._is_keeper:
+            self._metric_names.look_at_save(noted[METADATA_KEY].get("metrics", {}))
+        return noted
 
     def _save(
         self,
@@ -575,7 +580,16 @@ class ManagerBody:
         return (yield from looking.latest_valid(self.places, level))
 
     def best(self, metric: str, mode: str) -> Script[StepInfo | None]:
-        return (yield from looking.best(self.places, metric, mode))
+        found = yield from looking.best(self.places, metric, mode)
+        if found is None:
+            infos = yield from looking.steps(self.places, is_complete=False)
+            known = looking.metrics_of(infos)
+            if known and metric not in known:
+                logger.warning(
+                    "%s: no step has the metric %r; there are: %s",
+                    *(self.root.url, metric, ", ".join(known)),
+                )
+        return found
 
     # Keeping
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -72,6 +72,11 @@ def best(root: Root, metric: str, mode: str) -> Script[StepInfo | None]:
     infos = yield from steps(root, is_complete=False)
     known = [i for i in infos if not math.isnan(i.metrics.get(metric, math.nan))]
     return min(known, key=lambda info: sign * info.metrics[metric], default=None)
+
+
+def metrics_of(infos: Iterable[StepInfo]) -> list[str]:
+    """Returns the names of the metrics that steps have."""
+    return sorted({name for info in infos for name in info.metrics})
 
 
 def _info(

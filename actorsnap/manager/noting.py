@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metadata that a manager stores with a snapshot."""
+"""The metadata that a manager stores with a snapshot, and the metrics that it misses in it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,49 @@ from actorsnap.format.steps import StepName
 from actorsnap.log import Log
 from actorsnap.manager.looking import stored_metrics
 from actorsnap.manager.results import Metrics
-from actorsnap.planning.cadence import Improvements
+from actorsnap.planning.cadence import Improvements, SavePolicy, watched_metrics
+from actorsnap.planning.keeping import KeepPolicy, kept_metrics
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import check_metadata
 from actorsnap.runtime.roots import METADATA_KEY, Root
 
 logger = Log(__name__)
+
+
+class MetricNames:
+    """Warns once of each metric that a policy names and the first metrics of the trainer lack.
+
+    It is misspelled, unless it comes later: some are measured at some steps only.
+    """
+
+    def __init__(self, url: str, save: SavePolicy, keep: KeepPolicy) -> None:
+        self._url = url
+        self._watched = dict.fromkeys(watched_metrics(save))
+        self._kept = dict.fromkeys(kept_metrics(keep))
+
+    def look_at_step(self, metrics: Mapping[str, object]) -> None:
+        """Looks for the metrics of the save policy. Costs next to nothing after the first."""
+        if self._watched and metrics:
+            for name in [*self._watched]:
+                self._watched.pop(name)
+                if name not in metrics:
+                    self._warn(name, "every.improvement saves nothing without it", metrics)
+
+    def look_at_save(self, metrics: Mapping[str, object]) -> None:
+        """Looks for the metrics of the keep policy too."""
+        self.look_at_step(metrics)
+        if self._kept and metrics:
+            for name in [*self._kept]:
+                self._kept.pop(name)
+                if name not in metrics:
+                    why = "keep.best compares it, and deletes nothing while it may be recorded"
+                    self._warn(name, why, metrics)
+
+    def _warn(self, name: str, why: str, metrics: Mapping[str, object]) -> None:
+        known = ", ".join(map(str, metrics))
+        logger.warning(
+            "%s: no metric %r in metrics=; there are: %s. %s", self._url, name, known, why
+        )
 
 
 def stored_metadata(

@@ -53,7 +53,8 @@ class Restored:
     """The result of a restore.
 
     Attributes:
-        url: Of the copy that was restored: at the tier, if that is whole, or at the root.
+        url: URL of the restored copy. It is at the tier if the copy there is whole, otherwise at
+            the root.
         skipped: URLs of newer snapshots, or of nearer copies, that are damaged, with the reasons.
     """
 
@@ -89,12 +90,14 @@ class Status:
         pending: Steps in flight.
         failed_deletes: Reasons by URL; a later pass tries again. By the root's own URL if a whole
             pass failed, as of a policy that raises. Rank 0 only.
-        num_deletes_left: Steps that the last pass gave up, but had no time to delete. Rank 0 only.
+        num_deletes_left: Number of steps that the last pass had no time to delete, although no
+            policy keeps them. Rank 0 only.
         is_superseded: Another manager has begun a run at the root: this one deletes nothing.
         draining: Steps that are at the tier and not yet at the root. Rank 0 only.
         failed_drains: Reasons by URL; later drains try again. Rank 0 only.
         due_in_s: Seconds until a clock makes a save due. Rank 0 only; None if no clock does.
-        requests: Reasons of saves that were asked for and have not begun. On rank 0 of all ranks.
+        requests: Reasons of saves that were requested and have not begun. Rank 0 has those of all
+            ranks, other ranks their own.
         last_agreement: Outcome of the last agreement of the ranks; empty before the first one.
     """
 

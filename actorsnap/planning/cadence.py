@@ -277,6 +277,11 @@ class SaveImprovement(AskedPolicy):
         return f"{self.metric} improved"
 
 
+def watched_metrics(policy: SavePolicy) -> list[str]:
+    """Returns the metrics whose improvement a policy saves."""
+    return [part.metric for part in parts_of(policy) if isinstance(part, SaveImprovement)]
+
+
 @dataclass(frozen=True, slots=True)
 class SaveNotice(AskedPolicy):
     """Saves when a notice says that the job ends soon, if there is time."""

@@ -189,6 +189,11 @@ class KeepAnyOf(KeepPolicy):
         return reasons
 
 
+def kept_metrics(policy: KeepPolicy) -> list[str]:
+    """Returns the metrics that a policy compares."""
+    return [part.metric for part in _parts(policy) if isinstance(part, KeepBest)]
+
+
 def _parts(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
     return policy.policies if isinstance(policy, KeepAnyOf) else (policy,)
 

@@ -50,7 +50,7 @@ _MANAGER: Any = CheckpointManager
         (lambda: _ANY.Snapshot(), "Snapshot.__init__()"),
         (lambda: _ANY.sync.Snapshot("x", foo=1), "Snapshot.__init__()"),
         (lambda: _ANY.PendingSnapshot(), "PendingSnapshot.__init__()"),
-        (lambda: _MANAGER("x"), "CheckpointManager.__init__()"),
+        (lambda: _MANAGER(), "CheckpointManager.__init__()"),
         (lambda: _MANAGER("x", save=every.last()).status(1), "CheckpointManager.status()"),
         (lambda: _KEEP.last(), "keep.last.__init__()"),
         (lambda: _EVERY.steps(), "every.steps.__init__()"),

@@ -450,6 +450,40 @@ def test_metrics_and_best(root: Path) -> None:
     assert run.manager.all_steps() == [100, 300]
 
 
+def test_a_metric_that_no_step_has(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(root, keep=keep.last(1) | keep.best("vall", "min") | keep.best("acc", "max"))
+    run.train(0)
+    assert run.manager.best("vall", "min") is None
+    assert not caplog.records
+    run.train(100, 200, metrics={"val": 1.0, "acc": 0.5})
+    run.close()
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert "no metric 'vall' in metrics=; there are: val, acc. keep.best compares it" in text
+    caplog.clear()
+    assert run.manager.best("vall", "min") is None
+    assert "no step has the metric 'vall'; there are: acc, val" in caplog.text
+    caplog.clear()
+    assert run.manager.best("val", "min") is not None
+    assert not caplog.records
+
+
+def test_a_manager_that_never_saves_by_itself(root: Path) -> None:
+    run = Run(root)
+    run.train(100, metrics={"loss": 1.0})
+    run.close()
+    state = StateDict(weight=torch.zeros(1000), step=-1)
+    with CheckpointManager(root) as manager:
+        best = manager.best("loss", "min")
+        assert best is not None
+        manager.restore(best.step, {"train": state})
+    assert state["step"] == 100
+    with CheckpointManager(root, {"train": state}) as manager:
+        assert not manager.maybe_save(200)
+        manager.save(201)
+        assert not manager.maybe_save(202)
+    assert manager.all_steps() == [201]
+
+
 def test_two_threads_do_not_save_at_once(root: Path) -> None:
     run = Run(root)
     is_saving, may_save = threading.Event(), threading.Event()

@@ -148,6 +148,23 @@ def test_a_request_after_the_save_of_the_last_step(tmp_path: Path) -> None:
     assert "unserved" not in kinds(manager)
 
 
+def test_an_improvement_of_a_misspelled_metric(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = every.improvement("vall", "min") | every.improvement("acc", "max")
+    with make(tmp_path / "run", save=policy, keep=keep.best("vall", "min")) as manager:
+        assert not manager.maybe_save(0)
+        assert not manager.maybe_save(1, metrics={})
+        assert not caplog.records
+        for step in (2, 3):
+            given = {"val": 1 / step, "acc": step}
+            manager.maybe_save(step, metrics=(lambda g=given: g) if step == 3 else given)
+    texts = [record.getMessage() for record in caplog.records]
+    assert len(texts) == 2, texts
+    assert "no metric 'vall' in metrics=; there are: val, acc. every.improvement saves" in texts[0]
+    assert "keep.best compares it" in texts[1]
+
+
 def test_an_improvement_of_a_metric(tmp_path: Path) -> None:
     policy = every.improvement("loss", "min", min_delta=0.1) | every.improvement("acc", "max")
     saved: dict[int, str] = {}
