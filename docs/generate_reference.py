@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Writes the generated parts of the reference: the options, the environment variables, the shell.
+"""Writes the generated parts of the reference: options, environment variables, policies, the shell.
 
 ``make docs``. A test fails while a page is out of date.
 """
@@ -15,6 +15,7 @@ import msgspec
 from typer.main import get_command
 
 from actorsnap.cli import app
+from actorsnap.manager import every, keep, notices
 from actorsnap.options import Options
 from docs.generate_protocol import fill
 
@@ -56,6 +57,40 @@ def variables() -> str:
             default = default.lower() if isinstance(field.default, bool) else default
             lines.append(f"| `ACTORSNAP_{field.name.upper()}` | {default} |")
     return "\n".join(lines)
+
+
+def calls(holder: type) -> str:
+    """A section per public name of a class that only holds other classes and functions."""
+    parts = []
+    for name in [name for name in vars(holder) if not name.startswith("_")]:
+        made = getattr(holder, name)
+        text, _, arguments = inspect.cleandoc(made.__doc__ or "").partition("\nArgs:\n")
+        lines = [f"### `{holder.__name__}.{name}({_parameters(made)})`", "", text.strip()]
+        if arguments:
+            lines += ["", *_list_of(arguments.partition("\n\n")[0])]
+        parts.append("\n".join(lines).replace("``", "`"))
+    return "\n\n".join(parts)
+
+
+def _parameters(made: Any) -> str:
+    """The parameters of a call, with their defaults and without their types."""
+    found: list[str] = []
+    has_star = False
+    for each in inspect.signature(made).parameters.values():
+        if each.kind is inspect.Parameter.KEYWORD_ONLY and not has_star:
+            found.append("*")
+        has_star |= each.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_POSITIONAL)
+        star = "*" if each.kind is inspect.Parameter.VAR_POSITIONAL else ""
+        default = "" if each.default is inspect.Parameter.empty else f"={each.default!r}"
+        found.append(f"{star}{each.name}{default}")
+    return ", ".join(found)
+
+
+def _list_of(arguments: str) -> list[str]:
+    found = re.findall(
+        r"^    ([*\w]+): (.*?)(?=^    [*\w]|\Z)", arguments, re.MULTILINE | re.DOTALL
+    )
+    return [f"- `{name}`: {' '.join(text.split())}" for name, text in found]
 
 
 def commands() -> str:
@@ -101,6 +136,7 @@ def pages() -> dict[Path, str]:
         "options.md": {"options": options()},
         "environment.md": {"variables": variables()},
         "cli.md": {"commands": commands()},
+        "manager.md": {each.__name__: calls(each) for each in (every, keep, notices)},
     }
     return {
         FOLDER / name: fill((FOLDER / name).read_text(), parts) for name, parts in wanted.items()

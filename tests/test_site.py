@@ -16,6 +16,7 @@ import pytest
 from nbclient import NotebookClient
 
 from actorsnap import errors
+from actorsnap.manager import every, keep, notices
 from docs import generate_reference
 from docs.hooks import generated_pages, troubles_of
 from docs.pictures import PictureError, mermaid
@@ -137,3 +138,16 @@ def test_pictures() -> None:
         mermaid("sequenceDiagram\n    a --> b", "mermaid", "picture")
     with pytest.raises(PictureError, match="no end"):
         mermaid("sequenceDiagram\n    opt x", "mermaid", "picture")
+
+
+def test_the_reference_has_each_policy_and_watcher() -> None:
+    page = (ROOT / "docs/reference/manager.md").read_text()
+    for holder in (every, keep, notices):
+        for name in [name for name in vars(holder) if not name.startswith("_")]:
+            assert f"### `{holder.__name__}.{name}(" in page
+    assert "notices.signals" in page
+
+
+def test_the_reference_of_errors_has_one_tree() -> None:
+    """The other would come from the module's docstring, which the site shows."""
+    assert "├──" not in str(errors.__doc__)

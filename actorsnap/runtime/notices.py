@@ -390,14 +390,26 @@ class notices:
 
     @staticmethod
     def aws(*, rebalance: bool = False, endpoint: str = "http://169.254.169.254") -> Watcher:
-        """Watches for the interruption of an EC2 spot instance, every 5 s. See ``AwsNotices``."""
+        """Watches for the interruption of an EC2 spot instance, every 5 s.
+
+        Uses IMDSv2. In a container the instance needs a hop limit of 2.
+
+        Args:
+            rebalance: Takes rebalance recommendations for notices as well. They say that an
+                interruption is more likely than before, not that or when there will be one.
+            endpoint: URL of the metadata server.
+        """
         from actorsnap.runtime.instance_metadata import AwsNotices  # with http.client
 
         return AwsNotices(rebalance=rebalance, endpoint=endpoint)
 
     @staticmethod
     def gce(*, endpoint: str = "http://metadata.google.internal") -> Watcher:
-        """Watches for the preemption of a Compute Engine instance. See ``GceNotices``."""
+        """Watches for the preemption of a Compute Engine instance.
+
+        Args:
+            endpoint: URL of the metadata server.
+        """
         from actorsnap.runtime.instance_metadata import GceNotices  # with http.client
 
         return GceNotices(endpoint=endpoint)
