@@ -152,7 +152,7 @@ class Bar(Display):
 
     def __init__(self, what: str) -> None:
         self._amount = Amount(what, 0, 0)
-        super().__init__(lambda: [self._amount], logs=False)
+        super().__init__(lambda: [self._amount], has_lines=False)
 
     def __call__(self, done: int, total: int) -> None:
         self._amount = self._amount._replace(done_bytes=done, total_bytes=total)

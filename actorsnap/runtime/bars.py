@@ -1,25 +1,28 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Shows how far a call is, while it blocks its caller: a bar per phase on a terminal and in a
-notebook, a log line per ten seconds elsewhere.
+"""Shows the progress of a call while it blocks its caller: a bar per phase on a terminal and in a
+notebook, a plain line on stderr per ten seconds elsewhere.
 
 A thread draws: neither the caller nor the runtime's loop waits for a terminal. It reads the amounts
-ten times a second, so the call only counts. rich is imported by the first bar.
+ten times a second, so the call only counts. rich is imported by the first bar on a terminal.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
-import importlib.util
+import contextvars
+import html
 import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from typing import NamedTuple, Self, TextIO, TypeAlias, TypeVar
 
 import anyio
 
 from actorsnap.actors.trace import ProgressBoard
+from actorsnap.errors import printable
 from actorsnap.log import Log
 from actorsnap.runtime.host import Host, Script, wait_done
 from actorsnap.runtime.script import is_in_kernel
@@ -34,8 +37,11 @@ _FIRST_S = 0.2
 _DRAW_S = 0.1
 """Time between two drawings."""
 
-_LOG_S = 10.0
-"""Time between two log lines."""
+_NOTEBOOK_S = 0.25
+"""Time between two drawings in a notebook, each of which is a message."""
+
+_LINE_S = 10.0
+"""Time between two plain lines."""
 
 _PATIENCE_S = 1.0
 """Longest wait for a terminal at the end of a call."""
@@ -82,7 +88,7 @@ def shown(script: Script[T], look: Look, url: str, *, is_on: bool) -> Script[T]:
     """Runs a script and shows its progress, if ``is_on``."""
     if not is_on:
         return (yield from script)
-    display = Display(look, url, first_s=_FIRST_S, logs=True)
+    display = Display(look, url, first_s=_FIRST_S, has_lines=True)
     display.start()
     try:
         result = yield from script
@@ -102,25 +108,26 @@ class Display:
     Args:
         url: Of the snapshot, without secrets; empty for none.
         first_s: Delay of the bars.
-        logs: Log lines where bars cannot be shown.
+        has_lines: Write plain lines on stderr where bars cannot be shown.
     """
 
-    def __init__(self, look: Look, url: str = "", *, first_s: float = 0.0, logs: bool) -> None:
+    def __init__(self, look: Look, url: str = "", *, first_s: float = 0.0, has_lines: bool) -> None:
         self._look = look
         self._url = url
         self._first_s = first_s
-        self._logs = logs
+        self._has_lines = has_lines
         self._is_stopped = threading.Event()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def start(self) -> None:
-        is_notebook = is_in_kernel()
-        if is_notebook and importlib.util.find_spec("ipywidgets") is not None:
-            self._begin(lambda: self._draw(None))
-        elif not is_notebook and _is_terminal():
+        if is_in_kernel():
+            # From the context ipykernel learns which cell has this output.
+            context = contextvars.copy_context()
+            self._begin(lambda: context.run(self._draw_in_notebook))
+        elif _is_terminal():
             self._begin(self._draw_on_terminal)
-        elif self._logs:
-            self._begin(self._log)
+        elif self._has_lines:
+            self._begin(self._write_lines)
         else:
             self._ended.set_result(None)
 
@@ -149,11 +156,11 @@ class Display:
                 work()
             except ModuleNotFoundError as error:
                 logger.warning(
-                    "bars need %s, so progress is in the log: pip install 'actorsnap[cli]'",
+                    "bars need %s, so progress is in plain lines: pip install 'actorsnap[cli]'",
                     (error.name or "rich").partition(".")[0],
                 )
-                if self._logs:
-                    self._log()
+                if self._has_lines:
+                    self._write_lines()
             except Exception:
                 logger.warning("progress cannot be shown", exc_info=True)
             finally:
@@ -168,8 +175,32 @@ class Display:
         ) as terminal:
             self._draw(terminal)
 
-    def _draw(self, terminal: TextIO | None) -> None:
-        """Draws until stopped; in a notebook if ``terminal`` is None."""
+    def _draw_in_notebook(self) -> None:
+        """Updates one output until stopped, and leaves it.
+
+        By display messages: ipykernel sends them from any thread. Those of widgets must come from
+        its main thread, which ``actorsnap.sync`` blocks.
+        """
+        display = import_module("IPython.display").display
+        self._is_stopped.wait(self._first_s)
+        handle, drawn = None, None
+        while True:
+            is_last = self._is_stopped.is_set()
+            amounts = [*self._look()]
+            if handle is None:
+                handle = display(_bundle(amounts, self._name), raw=True, display_id=True)
+            elif amounts != drawn:
+                handle.update(_bundle(amounts, self._name), raw=True)
+            if is_last:
+                return
+            drawn = amounts
+            self._is_stopped.wait(_NOTEBOOK_S)
+
+    @property
+    def _name(self) -> str:
+        return self._url.rstrip("/").rpartition("/")[2]
+
+    def _draw(self, terminal: TextIO) -> None:
         if self._is_stopped.wait(self._first_s) and self._first_s:
             return
         from rich.console import Console
@@ -186,21 +217,20 @@ class Display:
                 """Does nothing: a killed process would leave the cursor hidden."""
                 return False
 
-        name = self._url.rstrip("/").rpartition("/")[2]
         # It does not redirect stdout: other threads write there at the same time.
         bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
             DownloadColumn(binary_units=True),
             TransferSpeedColumn(),
-            console=SteadyConsole(file=terminal, force_jupyter=terminal is None),
+            console=SteadyConsole(file=terminal),
             transient=True,
             auto_refresh=False,
             redirect_stdout=False,
             redirect_stderr=False,
         )
         tasks = {
-            amount.phase: bar.add_task(f"{amount.phase} {name}".rstrip(), total=None)
+            amount.phase: bar.add_task(f"{amount.phase} {self._name}".rstrip(), total=None)
             for amount in self._look()
         }
         with bar:
@@ -213,10 +243,18 @@ class Display:
                     return
                 self._is_stopped.wait(_DRAW_S)
 
-    def _log(self) -> None:
-        while not self._is_stopped.wait(_LOG_S):
-            amounts = ", ".join(_text(amount) for amount in self._look())
-            logger.info("%s: %s", self._url, amounts)
+    def _write_lines(self) -> None:
+        """Writes a line now and then, and one at the end.
+
+        No log records: those of level INFO are shown to nobody who has not asked for them.
+        """
+        is_last = False
+        while not is_last:
+            is_last = self._is_stopped.wait(_LINE_S)
+            line = f"{self._url}: {', '.join(_text(amount) for amount in self._look())}"
+            with suppress(AttributeError, OSError, ValueError):  # no stderr, or a closed one
+                sys.stderr.write(f"{printable(line)}\n")
+                sys.stderr.flush()
 
 
 def _is_terminal() -> bool:
@@ -225,6 +263,19 @@ def _is_terminal() -> bool:
         return sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     except (AttributeError, ValueError):  # None in a program without streams; closed
         return False
+
+
+def _bundle(amounts: Sequence[Amount], name: str) -> dict[str, str]:
+    """Returns a drawing for front ends of Jupyter, by MIME type."""
+    rows = []
+    for amount in amounts:
+        share = f' value="{amount.done_bytes}" max="{amount.total_bytes}"' * (
+            amount.total_bytes > 0
+        )
+        text = html.escape(f"{name} {_text(amount)}".lstrip())
+        rows.append(f"<div><progress{share}></progress> {text}</div>")
+    plain = [f"{name} {_text(amount)}".lstrip() for amount in amounts]
+    return {"text/plain": "\n".join(plain), "text/html": "".join(rows)}
 
 
 def _text(amount: Amount) -> str:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``progress=True``: bars on a terminal and in a notebook, log lines elsewhere."""
+"""``progress=True``: bars on a terminal and in a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
-import logging
 import os
 import pty
 import re
@@ -12,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import suppress
+from contextvars import ContextVar
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -217,34 +217,51 @@ def test_short_calls_get_no_bars(
 
 
 @pytest.mark.parametrize("term", ["dumb", None])
-def test_elsewhere_a_line_is_logged(
+def test_elsewhere_lines_are_written(
     tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     request: pytest.FixtureRequest,
     term: str | None,
 ) -> None:
+    """To stderr, whatever the logging is set to."""
+    terminal: Terminal | None = None
     if term is not None:
-        request.getfixturevalue("terminal").attach()
+        terminal = request.getfixturevalue("terminal")
+        terminal.attach()
         monkeypatch.setenv("TERM", term)
-    monkeypatch.setattr(bars, "_LOG_S", 0.05)
-    caplog.set_level(logging.INFO, logger="actorsnap.runtime.bars")
+    monkeypatch.setattr(bars, "_LINE_S", 0.05)
     with faulty(throttled):
         snapshot = sync.Snapshot.take(faulty_url(tmp_path), state(), options=OPTIONS, progress=True)
         snapshot.restore(state(), progress=True)
-    lines = [r.getMessage() for r in caplog.records if r.name == "actorsnap.runtime.bars"]
+    lines = (capsys.readouterr().err if terminal is None else terminal.text()).splitlines()
+    assert len(lines) > 3
     assert any(re.search(r": staging \S+ of 4.0 MiB, storing \S+ of 4.0 MiB$", x) for x in lines)
-    assert re.search(r": reading \S+ of 4.0 MiB$", lines[-1])
+    assert re.search(r": reading 4.0 of 4.0 MiB$", lines[-1])
     assert all(str(tmp_path) in line for line in lines)
 
 
+def test_a_short_call_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sync.Snapshot.take(tmp_path / "s", state(), options=OPTIONS, progress=True)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith("/s: staging 4.0 of 4.0 MiB, storing 4.0 of 4.0 MiB")
+
+
+def test_no_stderr_fails_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    sync.Snapshot.take(tmp_path / "s", state(), options=OPTIONS, progress=True)
+    assert caplog.records == []
+
+
 @pytest.mark.usefixtures("forker")
-def test_log_lines_import_no_rich(tmp_path: Path) -> None:
+def test_lines_import_no_rich(tmp_path: Path) -> None:
     script = f"""
 import sys, torch
 from actorsnap import StateDict, sync
 from actorsnap.runtime import bars
-bars._LOG_S = 0.001
+bars._LINE_S = 0.001
 sync.Snapshot.take({str(tmp_path / "a")!r}, {{"s": StateDict(w=torch.zeros(9))}}, progress=True)
 print("rich" in sys.modules)
 """
@@ -254,39 +271,36 @@ print("rich" in sys.modules)
     assert done.stdout.strip() == "False"
 
 
-@pytest.mark.parametrize("has_widgets", [True, False])
 def test_a_notebook(
-    tmp_path: Path,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    has_widgets: bool,
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With stand-ins for IPython and ipywidgets: rich's display, or log lines."""
-    shown: list[Any] = []
-    (tmp_path / "ipywidgets.py").write_text(
-        "class Output:\n"
-        "    def __enter__(self): return self\n"
-        "    def __exit__(self, *_): pass\n"
-        "    def clear_output(self, wait): pass\n"
-    )
+    """One output, updated by display messages in the context of the caller; no widgets."""
+    shown: list[tuple[str, str]] = []
+    cell = ContextVar("cell", default="another")
+    cell.set("this")
+
+    def receive(bundle: dict[str, str], *, raw: bool, display_id: bool = False) -> Any:
+        assert raw
+        assert cell.get() == "this"
+        assert display_id is (not shown)
+        shown.append((bundle["text/plain"], bundle["text/html"]))
+        return SimpleNamespace(update=receive)
+
     shell = SimpleNamespace(kernel=object())
-    display = SimpleNamespace(display=lambda *args, **_: shown.extend(args))
-    display.HTML = lambda html: html
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setitem(sys.modules, "IPython.display", display)
-    if has_widgets:
-        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=receive))
+    monkeypatch.setitem(sys.modules, "ipywidgets", None)
     monkeypatch.setattr(bars, "_FIRST_S", 0.0)
-    monkeypatch.setattr(bars, "_LOG_S", 0.05)
-    caplog.set_level(logging.INFO, logger="actorsnap.runtime.bars")
-    try:
-        with faulty(throttled):
-            sync.Snapshot.take(faulty_url(tmp_path / "a"), state(), options=OPTIONS, progress=True)
-    finally:
-        sys.modules.pop("ipywidgets", None)
-    is_logged = "storing" in caplog.text
-    assert bool(shown) is has_widgets
-    assert is_logged is not has_widgets
+    monkeypatch.setattr(bars, "_NOTEBOOK_S", 0.02)
+    with faulty(throttled):
+        url = faulty_url(tmp_path / "a&b")
+        sync.Snapshot.take(url, state(), options=OPTIONS, progress=True)
+    assert len(shown) > 2
+    assert len(shown) == len(dict.fromkeys(shown))
+    plain, html = shown[-1]
+    assert plain == "a&b staging 4.0 of 4.0 MiB\na&b storing 4.0 of 4.0 MiB"
+    assert html.count('"></progress> a&amp;b st') == 2
+    assert capsys.readouterr().err == ""
 
 
 def test_a_bad_flag(tmp_path: Path) -> None:
