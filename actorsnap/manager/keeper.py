@@ -202,7 +202,7 @@ class Keeper:
     """Verifies what was saved, then deletes what the policy gives up. On rank 0.
 
     Attributes:
-        num_left: Steps that a pass gave up, but had no time to delete.
+        num_left: Number of steps that a pass had no time to delete, although no policy keeps them.
         failed: Those that it could not delete, with the reasons.
         failed_pass: Why the last pass deleted nothing.
         waiting: Snapshots that are at a tier, but not at the root yet, oldest first.
