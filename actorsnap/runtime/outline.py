@@ -28,7 +28,7 @@ from actorsnap.format.manifest import (
 from actorsnap.planning.index import named_entries
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.reading import each_manifest
-from actorsnap.runtime.source import Source
+from actorsnap.runtime.source import Source, Written
 from actorsnap.runtime.texts import count_of, one_line, size_text
 from actorsnap.state.objects import Opaque, Refused, decode_inline
 from actorsnap.state.tree import parent_of
@@ -413,10 +413,12 @@ def draw(source: Source, *, depth: int | None, rank: int | None) -> Script[Snaps
 
 
 def table_of(source: Source) -> str:
-    """Returns an HTML table of what earlier calls have read of a snapshot; reads nothing."""
+    """Returns an HTML table of what earlier calls have read or written; reads nothing."""
     commit, nbytes = source.seen
     rows = {"path": source.location.display_url}
-    if commit is None:
+    if commit is None and source.written is not None:
+        rows |= _written_rows(source.written)
+    elif commit is None:
         rows["contents"] = "not read yet"
     else:
         rows |= {"created": commit.created, "world size": str(commit.world_size)}
@@ -431,3 +433,16 @@ def table_of(source: Source) -> str:
         for name, text in rows.items()
     ]
     return f"<table>{''.join(cells)}</table>"
+
+
+def _written_rows(written: Written) -> dict[str, str]:
+    rows = {"world size": str(written.world_size)}
+    if written.step is not None:
+        rows["step"] = str(written.step)
+    if written.nbytes:
+        rows["size"] = f"{size_text(written.nbytes)} before compression"
+    if written.keys:
+        rows["keys"] = ", ".join(written.keys)
+    if written.metadata:
+        rows["metadata"] = json.dumps(written.metadata, ensure_ascii=False)
+    return rows

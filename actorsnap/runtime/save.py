@@ -23,7 +23,7 @@ from actorsnap.protocol.failure import Stage
 from actorsnap.runtime.host import Host, PendingSave
 from actorsnap.runtime.location import Location
 from actorsnap.runtime.resources import CommitTurn
-from actorsnap.runtime.source import Source
+from actorsnap.runtime.source import Source, Written
 from actorsnap.runtime.team import Membership
 from actorsnap.runtime.tracing import Observation
 from actorsnap.storage.registry import without_secrets
@@ -98,6 +98,7 @@ class Save:
         is_unanswered: See ``CommitActor``.
         is_detached: The uploader process continues the save without this one.
         shows_progress: While a caller waits for it.
+        keys: Of this rank's app state, if known.
     """
 
     host: Host
@@ -119,6 +120,7 @@ class Save:
         self.is_unanswered = False
         self.is_detached = False
         self.shows_progress = False
+        self.keys: tuple[str, ...] = ()
         self._has_begun = False
         self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()
         self.finished: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -190,7 +192,15 @@ class Save:
     def source(self) -> Source:
         """Returns the snapshot, after ``finished`` has succeeded."""
         self.finished.result()
-        return Source(self.location, self.options)
+        is_alone, request = self.world_size == 1, self.request
+        written = Written(
+            world_size=self.world_size,
+            step=request.step,
+            metadata=request.metadata if self.rank == 0 else {},
+            nbytes=self.board.latest.total_bytes if is_alone else 0,
+            keys=self.keys if is_alone else (),
+        )
+        return Source(self.location, self.options, written)
 
     # On the runtime's loop
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from contextlib import (
     AbstractAsyncContextManager,
     AsyncExitStack,
@@ -45,6 +45,23 @@ MAX_SMALL_READS = 16
 
 _MAX_TRIES = 3
 """Tries, if the snapshot is replaced meanwhile."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A snapshot as its save knows it, without reading.
+
+    Attributes:
+        metadata: Empty if unknown: only rank 0 knows it.
+        nbytes, keys: Data before compression, headers included, and keys of the app state. 0 and
+            empty if other ranks have saved too.
+    """
+
+    world_size: int
+    step: int | None = None
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    nbytes: int = 0
+    keys: tuple[str, ...] = ()
 
 
 @dataclass(slots=True)
@@ -97,9 +114,16 @@ class OpenSource:
 
 
 class Source:
-    """Place, options and cached index of a snapshot that may exist."""
+    """Place, options and cached index of a snapshot that may exist.
 
-    def __init__(self, location: Location, options: Options) -> None:
+    Args:
+        written: Of the handle that a save returns.
+    """
+
+    def __init__(
+        self, location: Location, options: Options, written: Written | None = None
+    ) -> None:
+        self.written = written
         self.location = location
         self.options = options
         self._cache = _Cache()

@@ -209,6 +209,8 @@ def _prepare(
         begun_s=call.begun_s,
     )
     save = Save(host, request, membership=membership, fence=fence, observation=observation)
+    if call.capture is None:
+        save.keys = tuple(sorted(call.app_state))
     if is_async:
         uploader = _choose_uploader(host, location, options, captured, save.world_size)
         if uploader is not None:

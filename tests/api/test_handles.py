@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -113,6 +114,22 @@ def test_a_notebook_shows_what_was_read_and_reads_nothing(api: Facade, saved: Pa
     size = api.run(snapshot.nbytes)
     shutil.rmtree(saved)
     assert f"<th>size</th><td>{size / 1024:.1f} KiB</td>" in snapshot._repr_html_()
+
+
+@each_facade
+def test_a_notebook_shows_what_was_saved(api: Facade, tmp_path: Path) -> None:
+    state = {"b": StateDict(w=torch.zeros(300)), "a<": StateDict(x=1)}
+    taken = api.run(api.Snapshot.take(tmp_path / "s", state, step=0, metadata={"run": 7}))
+    pending = api.run(api.Snapshot.async_take(tmp_path / "t", state, step=0, metadata={"run": 7}))
+    shutil.rmtree(tmp_path / "s")
+    for snapshot in (taken, api.run(pending.wait())):
+        shown = snapshot._repr_html_()
+        assert "<th>step</th><td>0</td>" in shown
+        assert re.search(r"<th>size</th><td>\d\.\d KiB before compression</td>", shown)
+        assert "<th>keys</th><td>a&lt;, b</td>" in shown
+        assert "{&quot;run&quot;: 7}" in shown
+    assert api.run(snapshot.step) == 0
+    assert "<th>created</th>" in snapshot._repr_html_()  # as read
 
 
 @pytest.mark.parametrize("world_size", [2, 12])  # of more ranks the index is read in parts
