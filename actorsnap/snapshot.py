@@ -188,7 +188,7 @@ class Snapshot(SnapshotHandle):
                 instead of the group's own. Without a process group, the environment variables RANK
                 and WORLD_SIZE must be set.
             progress: Show the progress on rank 0: as bars on a terminal, otherwise as a log line
-                every 10 seconds. See ``docs/howto/observability.md``.
+                every 10 seconds.
 
         Raises:
             UsageError: An argument is invalid, or the ranks make different calls. Nothing was
@@ -680,8 +680,8 @@ class Snapshot(SnapshotHandle):
         with its checksum, and at most ``Options.memory_budget_bytes`` are in flight. Objects that
         an interrupted copy has completed are not sent again. The call does not disturb attempts
         that are running at ``path``, and deletes garbage there after the commit. If the same
-        snapshot is already committed there, it does nothing. The handle's ``Options`` apply to both
-        sides. ``timeout_s`` limits the whole copy.
+        snapshot is already committed there, it does nothing. The handle's ``Options`` apply to
+        reading and to writing. ``timeout_s`` limits the whole copy.
 
         Args:
             path: The destination, in any storage.
