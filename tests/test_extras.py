@@ -8,7 +8,8 @@ import re
 import subprocess
 import sys
 import tomllib
-from importlib import metadata
+import traceback
+from importlib import import_module, metadata
 from pathlib import Path
 
 import pytest
@@ -48,8 +49,28 @@ def test_a_storage_without_its_extra(scheme: tuple[str, str]) -> None:
     says += rf"'actorsnap\[{extra}\]'$"
     with pytest.raises(UsageError, match=says):
         Snapshot(url).get_manifest()
-    with pytest.raises(UsageError, match=says):
+    with pytest.raises(UsageError, match=says) as raised:
         Snapshot.take(url, {"s": StateDict(w=torch.zeros(2))})
+    assert len(traceback.format_exception(raised.value)) == 3  # no cause, and one frame
+
+
+@pytest.mark.parametrize("name", ["ray", "ignite"])
+def test_an_integration_without_its_framework(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, f"actorsnap.interop.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'actorsnap\[{name}\]'") as raised:
+        import_module(f"actorsnap.interop.{name}")
+    assert raised.value.__cause__ is None
+
+
+def test_spans_without_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in [*sys.modules]:
+        if module.startswith("opentelemetry."):
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, "opentelemetry", None)
+    with pytest.raises(UsageError, match=r"needs OpenTelemetry: pip install") as raised:
+        Snapshot.take("memory://s", {"s": StateDict(x=1)}, options=Options(otel="on"))
+    assert raised.value.__cause__ is None
 
 
 def test_the_program_without_its_extra() -> None:
@@ -83,7 +104,7 @@ def test_a_bar_without_rich_fails_no_save(
     with caplog.at_level(logging.WARNING, logger="actorsnap.runtime.bars"):
         snapshot = Snapshot.take(tmp_path / "s", state, options=Options(fsync=False), progress=True)
     assert [record.getMessage() for record in caplog.records] == [
-        "bars need rich, so progress is in the log: pip install 'actorsnap[cli]'"
+        "bars need rich, so progress is in plain lines: pip install 'actorsnap[cli]'"
     ]
     assert snapshot.verify().ok
 

@@ -27,7 +27,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "actorsnap.interop.ignite needs PyTorch-Ignite: pip install 'actorsnap[ignite]'"
-    ) from error
+    ) from (None if str(error.name).partition(".")[0] == "ignite" else error)
 
 _ALONE = "model"
 """The key of a state that ``Checkpoint`` saves alone, without its name."""

@@ -24,7 +24,7 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "actorsnap.interop.ray needs Ray Train: pip install 'actorsnap[ray]'"
-    ) from error
+    ) from (None if str(error.name).partition(".")[0] == "ray" else error)
 
 _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 """Beginnings of URLs, by pyarrow's names of file systems."""

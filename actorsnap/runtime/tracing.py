@@ -247,9 +247,11 @@ def _find_telemetry(op: str, mode: str) -> _Telemetry | None:
         for name in _APIS:
             import_module(name)
     except ImportError as error:
+        name = error.name or ""
+        is_absent = isinstance(error, ModuleNotFoundError) and name.startswith("opentelemetry")
         raise UsageError(
             "Options.otel=\"on\" needs OpenTelemetry: pip install 'actorsnap[otel]'"
-        ) from error
+        ) from (None if is_absent else error)
     return _Telemetry(op)
 
 

@@ -238,7 +238,7 @@ def _load(scheme: str, value: str, package: str = "") -> StorageFactory:
             raise UsageError(
                 f"{scheme}:// needs the package {missing.partition('.')[0]!r}, which is not "
                 f"installed: pip install 'actorsnap[{_EXTRAS[scheme]}]'"
-            ) from error
+            ) from None
         raise UsageError(f"{what} cannot be loaded: {error!r}. Repair or uninstall it.") from error
     if not callable(loaded):
         raise UsageError(f"{what} is no factory but {type(loaded).__name__}")
