@@ -74,7 +74,7 @@ class SnapshotHandle:
         return f"{type(self).__name__}({self.path!r})"
 
     def _repr_html_(self) -> str:
-        """Shows in notebooks what earlier calls of this handle have read. Reads nothing itself."""
+        """Shows in notebooks what earlier calls have read or saved. Reads nothing itself."""
         return outline.table_of(self._source)
 
     @property
@@ -187,8 +187,8 @@ class Snapshot(SnapshotHandle):
             store: A c10d store (a TCPStore, or a PrefixStore of one) that all ranks can reach,
                 instead of the group's own. Without a process group, the environment variables RANK
                 and WORLD_SIZE must be set.
-            progress: Show the progress on rank 0: as bars on a terminal, otherwise as a log line
-                every 10 seconds.
+            progress: Show the progress on rank 0: as bars on a terminal and in a notebook,
+                otherwise as a line on stderr every 10 seconds.
 
         Raises:
             UsageError: An argument is invalid, or the ranks make different calls. Nothing was
