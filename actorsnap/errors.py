@@ -345,8 +345,8 @@ class ChecksumMismatch(FormatError):
         if self.key in _COMMIT_KEYS:
             remedy = f"recover {url} --replace-damaged` writes it again, if the rest is intact"
         return (
-            f"{text}. The snapshot {self.url} is damaged: restore an older one, or copy it again "
-            f"if it is a copy; `actorsnap {remedy}"
+            f"{text}. The snapshot {self.url} is damaged: restore an older one. If it is a copy, "
+            f"delete it with `actorsnap rm {url}`, then copy again. `actorsnap {remedy}"
         )
 
 
@@ -544,8 +544,9 @@ class NoValidSnapshot(ActorSnapError):
         lines = [f"{url}: {why}" for url, why in self.skipped]
         return "\n".join(
             [
-                f"no snapshot at {self.url} is whole. Copy one back, or look with `actorsnap "
-                "verify URL --full`; allow_fresh=True starts from nothing.",
+                f"there is no intact snapshot at {self.url}. To copy one back from a backup, first "
+                "delete the damaged one with `actorsnap rm`. `actorsnap verify URL --full` shows "
+                "all damage; allow_fresh=True starts from nothing.",
                 *_format_list("damaged", lines),
             ]
         )

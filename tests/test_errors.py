@@ -130,4 +130,4 @@ def test_only_a_lost_commit_object_is_recovered() -> None:
     for key in (*COMMIT_KEYS, "model.safetensors", "a/manifest/0.json"):
         error = ChecksumMismatch(key=key, detail="differs", url="/run/model")
         assert ("actorsnap recover" in str(error)) == (key in COMMIT_KEYS)
-        assert "restore an older one, or copy it again" in str(error)
+        assert "restore an older one. If it is a copy, delete it with" in str(error)
