@@ -28,6 +28,7 @@ from actorsnap.cli_calls import (
     JsonOption,
     NotConfirmed,
     PathArgument,
+    Pinned,
     StorageOption,
     err,
     errors,
@@ -60,6 +61,7 @@ from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.copy import CopyEvent, CopyEventKind
 from actorsnap.runtime.location import Location, make_location
+from actorsnap.runtime.roots import find_pins
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.treemap import Treemap
 from actorsnap.runtime.verify import VerifyReport
@@ -520,13 +522,17 @@ def rm(
         ),
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="With --garbage: include attempts that may be running.")
+        bool,
+        typer.Option(
+            "--force",
+            help="Delete pinned steps, too. With --garbage: include attempts that may be running.",
+        ),
     ] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Delete snapshots, or only the garbage at their paths. Exit code 5 if not confirmed."""
+    """Delete snapshots, or only the garbage at their paths. Exit code 5 if not done."""
     with errors():
         sources = {path: make_source(path, option) for path in paths}
         if garbage:
@@ -544,8 +550,9 @@ def rm(
             if any(found.kept for found in collected.values()):
                 raise typer.Exit(5)
             return
-        if force:
-            raise UsageError("--force needs --garbage; to skip the question use --yes")
+        if not force:
+            for path, source in sources.items():
+                _refuse_pinned(source, path)
         what = [_what_to_delete(source, path) for path, source in sources.items()]
         if not yes:
             question = f"Delete {what[0]}?"
@@ -558,12 +565,21 @@ def rm(
                     "not confirmed, so nothing was deleted; --yes skips the question"
                 )
         for path, source in sources.items():
+            if not force:
+                _refuse_pinned(source, path)  # since the question
             run(maintenance.delete(source))
             if not as_json:
                 output.write_lines([f"deleted {path}"])
                 sys.stdout.flush()
         if as_json:
             output.print_json({"deleted": list(sources)})
+
+
+def _refuse_pinned(source: Source, path: str) -> None:
+    """Looks now."""
+    pins = run(find_pins(source))
+    if pins:
+        raise Pinned(f"{path} is {', '.join(map(str, pins))}, and stays; unpin it, or use --force")
 
 
 def _collect(

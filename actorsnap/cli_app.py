@@ -26,7 +26,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "cp": "Copy a snapshot, or continue an interrupted copy. Other formats are converted.",
     "convert": "Convert a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.",
     "export": "Export a snapshot to the format of another program.",
-    "rm": "Delete snapshots, or only the garbage at their paths. Exit code 5 if not confirmed.",
+    "rm": "Delete snapshots, or only the garbage at their paths. Exit code 5 if not done.",
     "recover": "Write a lost commit object again, after comparing every byte. Exit code 1 if "
     "damaged.",
     "trace": "Show how a save or restore spent its time. Pass one file for each rank.",
@@ -49,8 +49,8 @@ EXIT_CODES = {
     3: "no committed snapshot. best: no step has the metric. rm --garbage: no garbage either",
     4: "the storage failed; the snapshot is damaged (except for verify); a newer release or a "
     "package is needed",
-    5: "not done, or only in part. rm: not confirmed, or complete attempts were kept. prune: a "
-    "later run began meanwhile",
+    5: "not done, or only in part. rm: not confirmed, a step is pinned, or complete attempts "
+    "were kept. prune: a later run began meanwhile",
     70: "a bug, or out of memory; shows a traceback",
     130: "interrupted",
 }

@@ -55,6 +55,10 @@ class NotConfirmed(Exception):
     """Nobody said yes."""
 
 
+class Pinned(Exception):
+    """A pin protects what the command should delete."""
+
+
 def options() -> Options:
     # Large snapshots take hours; Ctrl-C ends it.
     return from_env({"ACTORSNAP_TIMEOUT_S": "86400", **os.environ})
@@ -95,7 +99,7 @@ def errors(damaged: int = 4) -> Iterator[None]:
     try:
         yield
         sys.stdout.flush()
-    except (NothingFound, NotConfirmed) as error:
+    except (NothingFound, NotConfirmed, Pinned) as error:
         print_error(str(error))
         raise typer.Exit(3 if isinstance(error, NothingFound) else 5) from error
     except ActorSnapError as error:

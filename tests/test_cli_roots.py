@@ -368,6 +368,34 @@ def test_pin_and_unpin(root: Path) -> None:
     assert names(root) == [name(300)]
 
 
+@pytest.mark.parametrize("place", [name(0), f"{name(0)}/", "link"])
+def test_rm_spares_pinned_steps(root: Path, place: str) -> None:
+    (root / "link").symlink_to(name(0))
+    run("pin", root, 0, "--reason", "paper")
+    run("pin", root, 100, "--reason", "short", "--until", "0.01s")
+    for given in ([f"{root}/{place}"], [root / name(100), f"{root}/{place}"]):
+        ended = run("rm", "--yes", *given)
+        assert (ended.code, ended.out) == (5, "")
+        assert "pinned: paper" in ended.err
+        assert "--force" in ended.err
+        assert len(names(root)) == 4
+    error = json.loads(run("rm", "--yes", "--json", root / name(0)).out)["error"]
+    assert (error["type"], error["exit_code"]) == ("Pinned", 5)
+    assert run("rm", "--yes", root / name(100)).code == 0  # the pin has expired
+    assert run("rm", "--yes", "--force", root / name(0)).code == 0
+    assert [info[0] for info in run("steps", root).rows] == [name(200), name(300)]
+
+
+def test_rm_looks_for_pins_after_the_question(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def confirm(question: str) -> bool:
+        assert run("pin", root, 0, "--reason", "paper").code == 0
+        return True
+
+    monkeypatch.setattr(cli, "is_confirmed", confirm)
+    assert run("rm", root / name(0)).code == 5
+    assert len(names(root)) == 4
+
+
 def test_record(root: Path) -> None:
     ended = run("record", root, 0, "val/acc=0.5", "val/top=nan")
     assert ended.out == f"{name(0)}  val/acc=0.5, val/top=nan\n"

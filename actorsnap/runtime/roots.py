@@ -36,6 +36,7 @@ from actorsnap.format.steps import (
     encode_record,
     is_rest,
     marked,
+    marks_prefix,
     parse_intent_key,
     parse_run_key,
     run_key,
@@ -43,13 +44,14 @@ from actorsnap.format.steps import (
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.keeping import StoredStep
-from actorsnap.planning.marks import Facts
-from actorsnap.runtime.host import Host
-from actorsnap.runtime.location import Location, open_location
+from actorsnap.planning.marks import Facts, Pin
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.location import Location, make_location, open_location
 from actorsnap.runtime.marks import MarksReader
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened_storage
 from actorsnap.storage.base import CLEANUP_S, ObjectInfo, Storage, for_each
+from actorsnap.storage.registry import folder_and_name
 
 logger = Log(__name__)
 
@@ -415,6 +417,25 @@ class Root:
         except ObjectNotFound:
             return False
         return True
+
+
+def find_pins(source: Source) -> Script[tuple[Pin, ...]]:
+    """Returns the pins of a snapshot that have not expired. Only a step of a root can have some."""
+    url, canonical = source.location.url, source.location.canonical
+    if canonical.startswith("/"):
+        url = os.path.realpath(url if url.startswith("/") else canonical)  # of `latest`, too
+    place = folder_and_name(url)
+    name = None if place is None else StepName.parse(place[1])
+    if place is None or name is None:
+        return ()
+    location = make_location(place[0], source.location.storage_options)
+
+    async def perform(opened: OpenSource) -> tuple[Pin, ...]:
+        infos = [info async for info in opened.storage.list(marks_prefix(name))]
+        facts = await MarksReader(location.display_url).read(opened, {name: infos})
+        return facts[name].pins_at(time.time())
+
+    return (yield from Source(location, source.options).perform("list", perform))
 
 
 def _is_own_link(path: str) -> bool:
