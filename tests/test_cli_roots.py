@@ -368,6 +368,15 @@ def test_pin_and_unpin(root: Path) -> None:
     assert names(root) == [name(300)]
 
 
+def test_expired_pins_do_not_count(root: Path) -> None:
+    run("pin", root, 0, "--reason", "old", "--until", "0.01s")
+    run("pin", root, 0, "--reason", "new")
+    assert run("unpin", root, 0).out.startswith(f"{name(0)}  no longer pinned: new")
+    ended = run("unpin", root, 0)
+    assert ended.code == 2
+    assert "no such pin\n" in ended.err
+
+
 @pytest.mark.parametrize("place", [name(0), f"{name(0)}/", "link"])
 def test_rm_spares_pinned_steps(root: Path, place: str) -> None:
     (root / "link").symlink_to(name(0))

@@ -171,9 +171,10 @@ def unpin(root: Root, step: int | StepName | Pin, reason: str | None) -> Script[
             await opened.storage.delete([step.key])
             return [step]
         name, facts = await _find(root, opened, step)
-        found = [pin for pin in facts.pins if reason in (None, pin.reason)]
+        pins = facts.pins_at(time.time())
+        found = [pin for pin in pins if reason in (None, pin.reason)]
         if not found:
-            others = f"; it is {', '.join(map(str, facts.pins))}" if facts.pins else ""
+            others = f"; it is {', '.join(map(str, pins))}" if pins else ""
             raise UsageError(f"{root.url_of(name)} has no such pin{others}")
         if len({pin.reason for pin in found}) > 1:
             raise UsageError(
