@@ -547,7 +547,7 @@ def rm(
                         for path, found in collected.items()
                     ]
                 )
-            if any(found.kept for found in collected.values()):
+            if any(found.kept or found.left for found in collected.values()):
                 raise typer.Exit(5)
             return
         if not force:

@@ -49,8 +49,8 @@ EXIT_CODES = {
     3: "no committed snapshot. best: no step has the metric. rm --garbage: no garbage either",
     4: "the storage failed; the snapshot is damaged (except for verify); a newer release or a "
     "package is needed",
-    5: "not done, or only in part. rm: not confirmed, a step is pinned, or complete attempts "
-    "were kept. prune: a later run began meanwhile",
+    5: "not done, or only in part. rm: not confirmed, a step is pinned, or attempts were kept "
+    "or left. prune: a later run began meanwhile",
     70: "a bug, or out of memory; shows a traceback",
     130: "interrupted",
 }
