@@ -6,6 +6,9 @@ from __future__ import annotations
 import io
 import os
 import sys
+from collections.abc import Callable
+from contextlib import suppress
+from typing import NoReturn
 
 
 def main() -> None:
@@ -24,7 +27,32 @@ def main() -> None:
         import actorsnap.cli  # noqa: F401  # adds the commands
     else:
         add_outlines()
-    app(prog_name="actorsnap")
+    _end(app)
+
+
+def _end(app: Callable[..., object]) -> NoReturn:
+    """Runs the program. A failure to write its output must not look like damage, which is 1."""
+    end = SystemExit(0)
+    try:
+        try:
+            app(prog_name="actorsnap")
+        except SystemExit as ended:
+            end = ended
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _discard_output()
+    except OSError as error:
+        _discard_output()
+        with suppress(OSError):
+            sys.stderr.write(f"error: the output cannot be written: {error.strerror}\n")
+        end = SystemExit(4)
+    raise end
+
+
+def _discard_output() -> None:
+    """Python writes the rest of a buffer when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

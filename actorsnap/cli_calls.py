@@ -117,9 +117,17 @@ def errors(damaged: int = 4) -> Iterator[None]:
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:
+        if isinstance(error, OSError) and _is_of_output(error):
+            raise  # to the program's end
         # Python would end with 1, which scripts take for damage.
         sys.stderr.write(output.visible(traceback.format_exc()))
         raise typer.Exit(70) from error
+
+
+def _is_of_output(error: OSError) -> bool:
+    """Returns whether a write of the commands' modules failed: they only write to stdout."""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    return str(frame.f_globals.get("__name__")).startswith("actorsnap.cli")
 
 
 def print_error(text: str) -> None:

@@ -1104,6 +1104,44 @@ def test_nobody_reads_on(long: Path) -> None:
         assert process.stderr.read() == b""
 
 
+@pytest.mark.parametrize("arguments", ["verify", "verify --json", "ls", "inspect", "rm", "--help"])
+def test_a_full_disk(long: Path, arguments: str) -> None:
+    """1 would mean that the snapshot is damaged."""
+    path = f"{long}-nope" if arguments == "rm" else long
+    paths = [path] * (arguments != "--help")
+    more = ["--json"] * (arguments == "rm")  # its error is JSON
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command(*arguments.split(), *paths, *more),
+            env=ENVIRONMENT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 4
+    expected = "error: the output cannot be written: No space left on device"
+    assert done.stderr.splitlines()[-1] == expected
+    assert len(done.stderr.splitlines()) == 1 + len(more)
+
+
+def test_damage_on_a_full_disk(saved: Path) -> None:
+    (file, *_) = saved.glob("*/data/**/*.safetensors")
+    file.unlink()
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(
+            command("verify", saved, "--json"),
+            env=ENVIRONMENT,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            timeout=300,
+            check=False,
+        )
+    assert done.returncode == 4
+    assert done.stderr.count(b"\n") == 1
+
+
 def on_a_terminal(*arguments: object, answer: str = "") -> tuple[int, str]:
     """Exit code, and all that a terminal of 100 columns was sent."""
     ours, theirs = pty.openpty()
