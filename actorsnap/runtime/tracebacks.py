@@ -8,7 +8,6 @@ frames of a runtime before it learns nothing more. Errors of user code that acto
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
 from types import TracebackType
 
@@ -22,7 +21,7 @@ _PLUMBING = ("anyio", "asyncio", "concurrent", "contextlib", "threading")
 """Top-level modules whose frames are dropped between frames of ours."""
 
 
-def shorten(error: Exception | asyncio.CancelledError) -> None:
+def shorten(error: BaseException) -> None:
     """Drops frames of actorsnap from the tracebacks of an error and of its causes.
 
     The whole traceback is logged at DEBUG. Nothing else of the errors is changed.
