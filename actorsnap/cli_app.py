@@ -47,8 +47,9 @@ EXIT_CODES = {
     1: "verify, recover: the snapshot is damaged. diff: the snapshots differ",
     2: "bad usage, or no such object",
     3: "no committed snapshot. best: no step has the metric. rm --garbage: no garbage either",
-    4: "the storage failed; the output cannot be written; the snapshot is damaged (except for "
-    "verify); a newer release or a package is needed",
+    4: "the storage failed; the output cannot be written; the destination exists; the snapshot is "
+    "damaged (except for verify); a newer release or a package is needed. recover: the snapshot is "
+    "intact",
     5: "not done, or only in part. rm: not confirmed, a step is pinned, or attempts were kept "
     "or left. prune: a later run began meanwhile",
     70: "a bug, or out of memory; shows a traceback",
