@@ -310,14 +310,16 @@ async def _state(opened: OpenSource, call: _Call, *, keeps_shards: bool) -> tupl
     seen: set[str] = set()
 
     def names(path: str) -> bool:
-        seen.add(path)
+        if call.rename is not None:
+            seen.add(path)
         new = change(path.partition("@")[0])
         return bool(new) and call.key in (None, _key_of(str(new)))
 
     entries: list[AnyEntry] = []
     maker = _Stubs(keeps_shards=keeps_shards)
     indexes = await readable(opened, names)
-    check_used(call.rename, chain(seen, *[paths_of(index) for index, _ in indexes]))
+    if call.rename is not None:
+        check_used(call.rename, chain(seen, *[paths_of(index) for index, _ in indexes]))
     for index, paths in indexes:
         if call.rename is not None:
             paths = paths and frozenset([new for path in paths if (new := change(path))])

@@ -516,9 +516,9 @@ class _Builder:
         self._lists = lists
         self._rules = rules
         self._layouts: dict[Layout, int] = {}
-        # By identity, because the hash of a layout takes long and most tensors share theirs:
-        # whether it has copies, and all its ranks as regions.
-        self._known: dict[int, tuple[bool, tuple[Holders, ...]]] = {}
+        # By identity, because the hash of a layout takes long and most tensors share theirs: the
+        # layout, which keeps its id, whether it has copies, and all its ranks as regions.
+        self._known: dict[int, tuple[Layout, bool, tuple[Holders, ...]]] = {}
         self._shapes: dict[str, tuple[int, ...]] = {}
         # A path on several meshes has a dict, used as an ordered set.
         self._regions: dict[str, tuple[Holders, ...] | dict[Holders, None]] = {}
@@ -543,9 +543,9 @@ class _Builder:
             known = self._known.get(id(layout))
             if known is None:
                 number = self._layouts.setdefault(layout, len(self._layouts))
-                known = _has_copies(layout), (Holders(number),)
+                known = layout, _has_copies(layout), (Holders(number),)
                 self._known[id(layout)] = known
-            has_copies, all_ranks = known
+            _, has_copies, all_ranks = known
             if has_copies or (0 in shape and len(layout.mesh) > 1):
                 copied[path] = layout
             else:

@@ -246,7 +246,7 @@ class Display:
     def _write_lines(self) -> None:
         """Writes a line now and then, and one at the end.
 
-        No log records: those of level INFO are shown to nobody who has not asked for them.
+        Log records at level INFO would not do: Python shows them only if logging is configured.
         """
         is_last = False
         while not is_last:

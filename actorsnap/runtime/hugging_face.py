@@ -179,7 +179,8 @@ async def _indexes(
     seen: set[str] = set()
 
     def names(path: str) -> bool:
-        seen.add(path)
+        if call.rename is not None:
+            seen.add(path)
         new = change(path.partition("@")[0])
         return bool(new) and _name(str(new), call.key) is not None
 

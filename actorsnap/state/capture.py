@@ -227,7 +227,7 @@ class _Globs:
 
     def match(self, path: str) -> bool:
         """Whether any glob matches the path, escaped or as typed."""
-        if self._match_all:
+        if self._match_all:  # usual; a regular expression per leaf takes a tenth of a capture
             return True
         typed = human(path) if "%" in path else path
         has_match = False
