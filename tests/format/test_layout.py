@@ -174,6 +174,16 @@ def test_golden_header() -> None:
     assert laid.size == 4124
 
 
+@pytest.mark.parametrize("count", [1, 255, 256, 257, 600])
+def test_a_header_names_each_of_many_tensors_once(count: int) -> None:
+    """Members are encoded in groups."""
+    laid = lay_out([Slot(f"w{number}", "int8", (number,), number) for number in range(count)])
+    pairs = json.loads(laid.header[8:], object_pairs_hook=list)
+    assert [name for name, _ in pairs] == ["__metadata__", *[f"w{n}" for n in range(count)]]
+    ends = [dict(member)["data_offsets"][1] for _, member in pairs[1:]]
+    assert ends == [sum(range(number + 1)) for number in range(count)]
+
+
 def test_no_slots_give_a_valid_object() -> None:
     laid = lay_out([])
     assert laid.size == len(laid.header) == DATA_ALIGNMENT
