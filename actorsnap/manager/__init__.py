@@ -146,7 +146,7 @@ class ManagerHandle:
 
     @property
     def should_stop(self) -> bool:
-        """Whether the loop should end: a notice came. Changes in ``maybe_save`` only.
+        """True once a notice has arrived and the loop should end. Only ``maybe_save`` changes it.
 
         It becomes true on all ranks in the same call, which has saved the step if there was time.
         """
@@ -183,7 +183,8 @@ class CheckpointManager(ManagerHandle):
     are ordered by the course of the run, not by clocks or step numbers. The steps of a run are its
     own and those that it continues, up to the step it was restored from; others are abandoned.
 
-    All ranks make one and call it alike. Use it as ``async with``, or call ``close`` at the end.
+    Every rank creates a manager and makes the same calls. Use it as ``async with``, or call
+    ``close`` at the end.
 
     Args:
         root: A folder or URL for this run only.
@@ -206,8 +207,8 @@ class CheckpointManager(ManagerHandle):
             ``save`` has ``every.notice()`` and there is time, and ``should_stop`` becomes true.
             Ranks may have different ones; a rank without any passes ``[]``. They start with the
             ``async with`` block, or else with the first restore or ``maybe_save``.
-        watch_requests_s: Interval of rank 0's looks for requests of ``actorsnap save-now``; None:
-            it never looks.
+        watch_requests_s: How often rank 0 checks for requests of ``actorsnap save-now``, in
+            seconds; None: never.
 
     Raises:
         UsageError: A bad argument.
