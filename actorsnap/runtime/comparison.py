@@ -24,7 +24,7 @@ from actorsnap.protocol.restore import Comparison
 from actorsnap.runtime.location import AppState
 from actorsnap.state.capture import optimizers_in
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
-from actorsnap.state.optim import class_names, takes_state_of
+from actorsnap.state.optim import ModelState, class_names, takes_state_of
 from actorsnap.state.records import Rebuild
 from actorsnap.state.restore.aliasing import find_conflicts
 from actorsnap.state.restore.build import KeyRestore, prepare
@@ -158,9 +158,9 @@ class _Comparer:
         self._private: dict[str, list[str]] = {}
         for path in index.held_by_other_ranks:
             self._private.setdefault(path.partition("/")[0], []).append(path)
-        self._changed = (
-            {} if options.allow_optimizer_change else _changed_optimizers(app_state, index)
-        )
+        self._changed = _other_forms(app_state, index)
+        if not options.allow_optimizer_change:
+            self._changed |= _changed_optimizers(app_state, index)
         self.compared = Compared(
             keys=tuple(self._entries),
             without_optim=[key for key in states if join(key, "optim") in self._changed],
@@ -347,6 +347,31 @@ def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
         for path, optimizers in optimizers_in(app_state).items()
         if (saved := index.optimizers.get(path)) and not takes_state_of(optimizers, saved)
     }
+
+
+def _other_forms(app_state: AppState, index: Index) -> dict[str, str]:
+    """Returns a line per ``ModelState`` of distributed parameters that was saved in another form.
+
+    Its leaves have other names, so nothing tells how they are distributed.
+    """
+    lines: dict[str, str] = {}
+    for key, stateful in app_state.items():
+        if not isinstance(stateful, ModelState):
+            continue
+        parameters = [each for optimizer in stateful.optimizers for each in _parameters(optimizer)]
+        if not any(map(is_distributed, parameters)):
+            continue
+        path = join(key, "optim")
+        names = [e.path for e in index.entries if e.path.startswith(f"{path}/")]
+        sections = f"{path}/state/", f"{path}/param_groups/"
+        was_flat = not any(name.startswith(sections) for name in names)
+        if names and was_flat is not stateful.flatten:
+            lines[path] = (
+                f"{path}: saved with flatten={was_flat}, and the app state has distributed "
+                f"parameters and flatten={stateful.flatten}; restore into "
+                f"ModelState(model, optimizers, flatten={was_flat})"
+            )
+    return lines
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ meshes and placements suffice. It must not know paths, entries or storage.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from functools import cache
 from typing import Any, TypeAlias, TypeGuard
 
@@ -326,7 +326,7 @@ class Replica(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         ranks: None for all ranks of the job.
         rank_zero_wins: Whether the first rank's value counts: DistributedDataParallel broadcasts
-            buffers before each forward pass.
+            buffers before each forward pass, and ``fully_shard`` leaves them alone.
     """
 
     ranks: Ranks | None
@@ -355,6 +355,7 @@ def replication(app_state: Mapping[str, object]) -> dict[str, Replication]:
     """Finds plain leaves that are the same on several ranks, by key of the app state.
 
     - Leaves under DistributedDataParallel, anywhere in a module.
+    - Plain buffers after ``fully_shard``.
     - Plain leaves of a torch optimizer over DTensors: the ranks of a mesh step together.
     - State of a torch optimizer whose parameters DistributedDataParallel keeps equal, unless no
       optimizer of the app state has some trainable parameters of its module: other ranks may step
@@ -437,7 +438,28 @@ def _of_module(module: torch.nn.Module, prefix: str = "", *, is_plain: bool = Fa
             result[name_of(name, buffer)] = Replica(ranks, rank_zero_wins=True)
         for ignored in ddp.parameters_to_ignore:
             result[name_of(name, "module", ignored)] = None
+    for name in _buffers_after_fully_shard(module):
+        result[name_of(name)] = Replica(None, rank_zero_wins=True)
     return result
+
+
+def _buffers_after_fully_shard(module: torch.nn.Module) -> Iterator[str]:
+    """Yields plain buffers whose module's parameters are on one mesh of all ranks."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None or not torch.distributed.is_initialized():
+        return
+    world_size = torch.distributed.get_world_size()
+    is_whole: dict[str, bool] = {}
+    for name, inner in module.named_modules(remove_duplicate=False):
+        is_whole[name] = is_whole.get(name.rpartition(".")[0], False)
+        if isinstance(inner, fsdp.FSDPModule):
+            parameters: Iterable[Any] = inner.parameters()
+            meshes = {each.device_mesh for each in parameters if _is_dtensor(each)}
+            is_whole[name] = len(meshes) == 1 and meshes.pop().size() == world_size
+        if is_whole[name]:
+            for buffer, value in inner.named_buffers(name, recurse=False, remove_duplicate=False):
+                if not is_distributed(value):
+                    yield buffer
 
 
 def _mesh_ranks(mesh: Any) -> Ranks:

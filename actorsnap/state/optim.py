@@ -248,7 +248,7 @@ class ModelState:
         optimizers: None, one or several.
         flatten: Whether hyperparameters are stored per parameter, as pipeline stages need. Per
             group is smaller with many parameters, and needed if optimizer state has other values
-            than tensors and numbers.
+            than tensors and numbers. With distributed parameters, a restore needs the same form.
     """
 
     def __init__(

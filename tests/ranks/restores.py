@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from actorsnap import ActorSnapError, Options, StateDict
+from actorsnap import ActorSnapError, ModelState, Options, StateDict
 from actorsnap import Snapshot as AsyncSnapshot
 from actorsnap.errors import StorageError
 from actorsnap.format.manifest import COMMIT_KEY
@@ -34,12 +34,15 @@ from actorsnap.storage.base import Storage
 from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from actorsnap.sync import Snapshot
 from tests.api.faults import faulty, faulty_url
+from tests.ranks import models
 from tests.ranks.models import STATES, full
 from tests.worlds import Rank, World
 
 __all__ = [
+    "direct_buffers",
     "direct_cancelled",
     "direct_cut_otherwise",
+    "direct_forms",
     "direct_killed",
     "direct_many",
     "direct_play",
@@ -271,6 +274,83 @@ def many(me: Rank, path: str, saves: bool) -> dict[str, Any]:
 
 def direct_many(num_ranks: int, **arguments: Any) -> list[Any]:
     world = World(num_ranks, many, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+# ModelState over FSDP2
+
+
+def _model_state(flatten: bool, seed: int) -> ModelState:
+    module = models.model(seed)
+    for layer in module:
+        fully_shard(layer)
+    fully_shard(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
+    models.step(module, optimizer)
+    return ModelState(module, optimizer, flatten=flatten)
+
+
+def forms(me: Rank, path: str, flatten: bool) -> dict[str, Any]:
+    """Saves one form of the optimizer's state, restores into the other, and into the same."""
+    me.join_gloo()
+    saved = _model_state(flatten, 0)
+    expected = full(saved.state_dict())
+    Snapshot.take(path, {"train": saved}, options=SAVE)
+    other = _model_state(not flatten, 1)
+    before = full(other.state_dict())
+    said = outcome(lambda: Snapshot(path).restore({"train": other}))
+    said["is_untouched"] = equal(full(other.state_dict()), before)
+    report = Snapshot(path).restore({"train": other}, strict=False)
+    said["mismatched"] = report.mismatched
+    found = full(other.state_dict())
+    said["model"] = equal(found["model"], expected["model"])
+    said["optimizer is kept"] = equal(found["optim"], before["optim"])
+    models.step(other.model, other.optimizers[0], 2)
+    same = _model_state(flatten, 1)
+    Snapshot(path).restore({"train": same})
+    said["same form"] = equal(full(same.state_dict()), expected)
+    dist.barrier()
+    dist.destroy_process_group()
+    return said
+
+
+def direct_forms(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, forms, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+def buffers(me: Rank, path: str, saves: bool) -> list[float]:
+    """Statistics of a BatchNorm, which differ on each rank; saves them, or restores them."""
+    me.join_gloo()
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.BatchNorm1d(4, affine=False))
+    fully_shard(module)
+    filling = me.rank + 1.0 if saves else -1.0
+    for buffer in module.buffers():
+        buffer.fill_(filling)
+    state = {"plain": module, "named": ModelState(module)}
+    if saves:
+        Snapshot.take(path, state, options=SAVE)
+        for buffer in module.buffers():
+            buffer.fill_(-1)
+    found: set[float] = set()
+    for key, value in state.items():
+        Snapshot(path).restore({key: value})
+        for buffer in module.buffers():
+            found.add(float(buffer.max()))
+            buffer.fill_(-1)
+    dist.barrier()
+    dist.destroy_process_group()
+    return sorted(found)
+
+
+def direct_buffers(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, buffers, **arguments)
     try:
         return world.results()
     finally:

@@ -124,6 +124,34 @@ def test_sixteen_ranks_save_and_twelve_and_one_restore(director: Director, tmp_p
     assert Snapshot(path).verify("full").ok
 
 
+@pytest.mark.parametrize("flatten", [True, False])
+def test_distributed_optimizer_states_restore_in_their_own_form_only(
+    director: Director, tmp_path: Path, flatten: bool
+) -> None:
+    found = director.play("direct_forms", num_ranks=2, path=str(tmp_path / "s"), flatten=flatten)
+    for said in found:
+        assert said["error"] == "IncompatibleState"
+        assert said["is_untouched"]
+        (line,) = said["mismatched"]
+        for text in (said["text"], line):
+            assert f"train/optim: saved with flatten={flatten}" in text
+            assert f"ModelState(model, optimizers, flatten={flatten})" in text
+        assert said["model"]
+        assert said["optimizer is kept"]
+        assert said["same form"]
+
+
+def test_buffers_after_fully_shard_restore_on_other_numbers_of_ranks(
+    director: Director, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "s")
+    for num_ranks in (2, 3, 1):
+        found = director.play(
+            "direct_buffers", num_ranks=num_ranks, path=path, saves=num_ranks == 2
+        )
+        assert found == [[1.0]] * num_ranks  # rank 0's
+
+
 def test_each_rank_writes_a_trace_of_its_own(director: Director, tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     said = director.play(
