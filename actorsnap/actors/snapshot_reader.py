@@ -48,6 +48,10 @@ logger = Log(__name__)
 
 T = TypeVar("T")
 
+_DCP_KEY = ".metadata"
+_PICKLE = b"\x80"
+"""The first byte of a pickle."""
+
 _MAX_ROUNDS = 3
 """A composite tensor, its parts, and the tensors that these view."""
 
@@ -216,6 +220,21 @@ class SnapshotReader:
             raise await self._explain_absence()
         self.attempt = commit.attempt
         return commit
+
+    async def warn_of_newer_dcp(self, commit: Commit) -> None:
+        """Logs if torch's own DCP has saved to the folder of a snapshot of a DCP call since."""
+        if self.foreign is not None or "dcp" not in commit.metadata:
+            return
+        with suppress(StorageError, ChecksumMismatch):
+            if await self.storage.get(_DCP_KEY, 0, 1) != _PICKLE:  # a marker of ours
+                return
+            saved_s = [(await self.storage.stat(key)).modified_s for key in (_DCP_KEY, COMMIT_KEY)]
+            if saved_s[0] > saved_s[1]:
+                logger.warning(
+                    "%s: torch's dcp.save has saved here after the snapshot, which is read: load "
+                    "the newer checkpoint with torch's dcp.load, and save to a folder of its own",
+                    self.storage.url,
+                )
 
     async def explain(self, error: Exception) -> NotASnapshot | None:
         """Returns the error for a file in place of the folder; None for other errors."""

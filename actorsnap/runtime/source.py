@@ -291,6 +291,8 @@ class Source:
         reader, run_blocking = opened.reader, opened.errands.run_blocking
         commit = await reader.commit()
         self.note(commit)
+        if rank == 0:
+            await reader.warn_of_newer_dcp(commit)
         if commit.world_size <= partial_index.FEW_RANKS:
             _, manifests = await self._index(reader, commit)
             if len(manifests) == 1:

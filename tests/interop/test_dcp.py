@@ -586,6 +586,33 @@ def test_ids_of_saves_and_loads(tmp_path: Path, how: str) -> None:
         assert writer.save_id == found.save_id
 
 
+def test_a_newer_save_of_dcp_itself_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "s"
+
+    def loads() -> tuple[list[str], int]:
+        caplog.clear()
+        state = {"own": {"step": 0}}
+        ours.load(state, checkpoint_id=path)
+        kept = StateDict(step=0)
+        Snapshot(path).restore({"own": kept})
+        assert state["own"]["step"] == kept["step"]
+        warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
+        return [each.getMessage() for each in warnings], kept["step"]
+
+    dcp.save({"own": {"step": 1}}, checkpoint_id=path)
+    ours.save({"own": {"step": 2}}, checkpoint_id=path)
+    assert loads() == ([], 2)
+    ours.save({"own": {"step": 3}}, storage_writer=ActorsnapWriter(path, marker=True))
+    assert loads() == ([], 3)
+    dcp.save({"own": {"step": 4}}, checkpoint_id=path)
+    lines, step = loads()
+    assert step == 3
+    assert len(lines) == 2
+    assert f"{path}: torch's dcp.save has saved here after the snapshot" in lines[0]
+
+
 def test_a_marker_without_a_snapshot(tmp_path: Path) -> None:
     ours.save({"a": 1}, storage_writer=ActorsnapWriter(tmp_path / "s", marker=True))
     Snapshot(tmp_path / "s").delete()
