@@ -93,6 +93,10 @@ class Search:
                 break
             self._current = candidates[-1]
             if not (yield from self._is_damaged()):
+                if self._unfinished:
+                    yield from self._root.source.perform(
+                        "find the latest", self._look_at_unfinished
+                    )
                 return self._found()
         if not self._allow_fresh:
             yield from self._check_fresh([name for name in names if name not in self._damaged])

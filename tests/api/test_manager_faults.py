@@ -381,3 +381,29 @@ def test_what_lost_its_commit_object_stays(tmp_path: Path) -> None:
     assert not torn.exists()
     sync.Snapshot(complete).recover()
     assert second.manager.all_steps() == [0, 2, 3]
+
+
+def test_a_restore_reports_newer_steps_that_lost_their_commit_object(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    root = tmp_path / "run"
+    first = Trainer(root, keep=keep.all())
+    first.train(0, 1)
+    first.manager.close()
+    second = Trainer(root, keep=keep.all())
+    second.manager.restore_latest()
+    second.train(2)
+    second.manager.close()
+    continued, last = root / "step-0000000001.g1", root / "step-0000000002.g2"
+    (last / "actorsnap.json").unlink()
+    third = Trainer(root, keep=keep.all())
+    caplog.clear()
+    restored = third.manager.restore_latest()
+    assert (restored.step, restored.skipped) == (1, ())
+    assert f"{last} is complete, but was not committed" in caplog.text
+    assert "actorsnap recover" in caplog.text
+    (continued / "actorsnap.json").unlink()
+    restored = third.manager.restore_latest()
+    why = "its commit object is gone: `actorsnap recover` writes it again"
+    assert restored.skipped == ((str(continued), why),)
+    third.manager.close()
