@@ -12,6 +12,7 @@ from typing import NoReturn
 
 
 def main() -> None:
+    _check_streams()
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             # The encoding may lack characters.
@@ -30,6 +31,17 @@ def main() -> None:
     _end(app)
 
 
+def _check_streams() -> None:
+    """Ends if stdout or stderr is closed: the next file that is opened would take its number."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)
+    for name in ("stderr", "stdout"):
+        if getattr(sys, name) is None:
+            if sys.stderr is not None:
+                sys.stderr.write(f"error: {name} is closed\n")
+            sys.exit(4)
+
+
 def _end(app: Callable[..., object]) -> NoReturn:
     """Runs the program. A failure to write its output must not look like damage, which is 1."""
     end = SystemExit(0)
@@ -38,8 +50,7 @@ def _end(app: Callable[..., object]) -> NoReturn:
             app(prog_name="actorsnap")
         except SystemExit as ended:
             end = ended
-        if sys.stdout is not None:
-            sys.stdout.flush()
+        sys.stdout.flush()
     except BrokenPipeError:
         _discard_output()
     except OSError as error:

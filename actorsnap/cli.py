@@ -9,6 +9,7 @@ tabs. Terminal control characters are escaped. With ``--json``, stdout has JSON 
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 import time
@@ -43,6 +44,7 @@ from actorsnap.errors import (
     ChecksumMismatch,
     NotASnapshot,
     SnapshotReplaced,
+    StorageError,
     UsageError,
 )
 from actorsnap.format.layout import MAX_SHARD_BYTES
@@ -215,7 +217,7 @@ def verify(
             problems = [str(problem) for problem in report.problems]
             state = "ok" if report.ok else "damaged"
             output.print_json(
-                {"state": state, "has_checksums": report.has_checksums, "problems": problems}
+                {"path": path, **output.report_json(report), "state": state, "problems": problems}
             )
             raise typer.Exit(0 if report.ok else 1)
         for problem in report.problems:
@@ -230,7 +232,22 @@ def diff(
     a: Annotated[str, typer.Argument(help="A snapshot's path or URL.")],
     b: Annotated[str, typer.Argument(help="Another snapshot's path or URL.")],
     as_json: JsonOption = False,
-    option: StorageOption = None,
+    a_option: Annotated[
+        list[str] | None,
+        typer.Option("--a-option", metavar="KEY=VALUE", help="Storage option for A."),
+    ] = None,
+    b_option: Annotated[
+        list[str] | None,
+        typer.Option("--b-option", metavar="KEY=VALUE", help="Storage option for B."),
+    ] = None,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="KEY=VALUE",
+            help="Storage option for A and B, unless --a-option or --b-option sets it.",
+        ),
+    ] = None,
 ) -> None:
     """Compare two snapshots by their checksums, without reading data. Exit code 1 if not equal."""
     with errors():
@@ -253,7 +270,8 @@ def diff(
             num_leaves += sum(leaf.counts for leaf in both.values())
             num_rows += len(rows)
 
-        run(reading.each_pair(make_source(a, option), make_source(b, option), compare))
+        left_there, right = _both_sides(a, b, a_option, b_option, option)
+        run(reading.each_pair(left_there, Source(right, options()), compare))
         leaves = output.count_of(num_leaves, "leaf", "leaves")
         if as_json:
             output.print_json(
@@ -356,7 +374,13 @@ def cp(
         if as_json:
             output.write_lines([json.dumps({"kind": "done", **msgspec.to_builtins(report)})])
         elif report.was_there:
-            output.write_lines([f"{to} is that snapshot already"])
+            output.write_lines(
+                [
+                    f"{to} is that snapshot already, and was left alone: all objects are there, in "
+                    "the right sizes. `actorsnap verify --full "
+                    f"{shlex.quote(output.one_line(to))}` compares their bytes"
+                ]
+            )
         else:
             objects = output.count_of(report.num_copied, "object", "objects")
             kept = f"; {output.size_text(report.skipped_bytes)} were there" * bool(
@@ -693,10 +717,16 @@ def trace(
 
 def _write_file(path: str, data: bytes) -> None:
     try:
-        with open(path, "wb") as file:
-            file.write(data)
+        file = open(path, "wb")
     except OSError as error:
         raise UsageError(f"{path}: {error.strerror}") from error
+    try:
+        with file:
+            file.write(data)
+    except OSError as error:
+        if os.path.isfile(path):  # no device
+            os.unlink(path)
+        raise StorageError(op="write", key="", backend=path, detail=str(error.strerror)) from error
 
 
 def _what_to_delete(source: Source, path: str) -> str:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from actorsnap.actors.formats import format_of
-from actorsnap.errors import FormatError, UsageError
+from actorsnap.errors import FormatError, UnsupportedFormat, UsageError
 from actorsnap.format.manifest import Commit, ObjectRecord, RankManifest, ViewEntry
 from actorsnap.runtime.outline import MAX_VALUE, ListedLeaf, shorten
 from actorsnap.runtime.outline import Trees as Trees
@@ -130,6 +130,11 @@ def checked_text(report: VerifyReport, *, full: bool) -> list[str]:
     return [objects, f"{size_text(report.nbytes)} compared with checksums"] if full else [objects]
 
 
+def report_json(report: VerifyReport) -> dict[str, Any]:
+    """Returns what a verification has checked, for ``print_json``."""
+    return _fields(report, "level", "has_checksums", "num_objects", "nbytes")
+
+
 def _fields(of: object, *names: str) -> dict[str, Any]:
     return {name: getattr(of, name) for name in names}
 
@@ -216,7 +221,8 @@ def snapshot_rows(
             metadata = [shorten(json.dumps(commit.metadata))] if commit.metadata else []
             yield [name, age, size, f"world size {commit.world_size}", *step, *metadata]
         else:
-            yield [name, "-", size, "unfinished" if commit is None else f"damaged: {commit}"]
+            state = state_of(commit)
+            yield [name, "-", size, state if commit is None else f"{state}: {commit}"]
 
 
 def snapshot_json(name: str, commit: Commit | FormatError | None, nbytes: int) -> dict[str, Any]:
@@ -224,9 +230,15 @@ def snapshot_json(name: str, commit: Commit | FormatError | None, nbytes: int) -
     if isinstance(commit, Commit):
         fields = _fields(commit, "created", "world_size", "step", "metadata")
         return {**sized, "state": "committed", **fields}
+    detail = {} if commit is None else {"detail": str(commit)}
+    return {**sized, "state": state_of(commit), **detail}
+
+
+def state_of(commit: FormatError | None) -> str:
+    """Returns the state of what is not a readable snapshot."""
     if commit is None:
-        return {**sized, "state": "unfinished"}
-    return {**sized, "state": "damaged", "detail": str(commit)}
+        return "unfinished"
+    return "newer format" if isinstance(commit, UnsupportedFormat) else "damaged"
 
 
 class _Shortened:

@@ -13,9 +13,9 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape as quote
@@ -78,17 +78,23 @@ def steps(
         typer.Option("--all", help="Include abandoned, damaged, unfinished, half-deleted steps."),
     ] = False,
     keep: KeepOption = None,
-    min_valid: MinValidOption = 2,
+    min_valid: Annotated[
+        int | None, typer.Option("--min-valid", min=1, help="See prune. Needs --keep. Default: 2.")
+    ] = None,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
     """List the steps of a run. With --keep, show which steps would stay, and why."""
     with errors():
+        if min_valid is not None and not keep:
+            raise UsageError("--min-valid needs --keep")
         policy = parse_policies(keep) if keep else None
         with _opened(root, option) as opened:
             infos = run(looking.steps(opened, is_complete=True))
             _require(infos, root)
-            verdicts = {} if policy is None else run(_judge(opened, policy, min_valid)).verdicts
+            verdicts = (
+                {} if policy is None else run(_judge(opened, policy, min_valid or 2)).verdicts
+            )
             shown = [info for info in infos if all or info.state == "committed"]
             sizes = run(_measure(opened, [info.name for info in shown]))
         if as_json:
@@ -311,7 +317,7 @@ def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None
     if as_json:
         output.print_json(
             [
-                {"name": each.name, "state": each.state, "problems": each.problems}
+                {"name": each.name, **each.checked, "state": each.state, "problems": each.problems}
                 for each in checked
             ]
         )
@@ -319,6 +325,8 @@ def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None
         output.print_columns([each.name, each.state, *each.details] for each in checked)
     if any(each.state == "damaged" for each in checked):
         raise typer.Exit(1)
+    if any(each.state == "newer format" for each in checked):
+        raise typer.Exit(4)
     if not any(each.state == "ok" for each in checked):
         print_error(nothing)  # the JSON is complete
         raise typer.Exit(3)
@@ -329,9 +337,10 @@ class _Checked:
     """The result of checking one snapshot."""
 
     name: str
-    state: Literal["ok", "damaged", "unfinished"]
+    state: str
     details: Sequence[str] = ()
     problems: Sequence[str] = ()
+    checked: Mapping[str, Any] = field(default_factory=dict)
 
 
 def _check(
@@ -350,12 +359,13 @@ def _check(
     except NotASnapshot:  # deleted meanwhile
         return _Checked(name, "unfinished")
     except FormatError as error:
-        return _Checked(name, "damaged", [str(error)], [str(error)])
+        return _Checked(name, output.state_of(error), [str(error)], [str(error)])
+    checked = output.report_json(report)
     problems = [str(problem) for problem in report.problems]
     if problems:
         more = [f"and {len(problems) - 1} more"] if len(problems) > 1 else []
-        return _Checked(name, "damaged", [problems[0], *more], problems)
-    return _Checked(name, "ok", output.checked_text(report, full=full))
+        return _Checked(name, "damaged", [problems[0], *more], problems, checked)
+    return _Checked(name, "ok", output.checked_text(report, full=full), checked=checked)
 
 
 # Judging

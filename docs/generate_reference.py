@@ -121,6 +121,8 @@ def _names(each: Any) -> str:
 
 
 def _default(each: Any) -> str:
+    if each.param_type_name == "option" and each.required:
+        return " Required."
     if each.param_type_name == "argument" or each.is_flag or each.default in (None, "", []):
         return ""
     return f" Default: {each.default}."

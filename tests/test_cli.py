@@ -3,12 +3,15 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
 import pty
 import re
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +29,8 @@ from actorsnap.errors import ChecksumMismatch, FormatError
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY, OLDER_COMMIT_KEY, decode_commit, encode_commit
+from actorsnap.manager import every, keep
+from actorsnap.manager.sync import CheckpointManager
 from actorsnap.runtime import maintenance, reading
 from actorsnap.runtime.location import make_location
 from actorsnap.runtime.resources import Attempts
@@ -153,6 +158,21 @@ def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
     assert rows[2][3:] == ["world size 1", "step 1", '{"x": 1}']
     assert re.fullmatch(r"\d+ s old", rows[3][1])
     assert rows[3][2] == "1.2 MiB"
+
+
+def test_newer_formats_are_not_damaged(saved: Path) -> None:
+    commit = decode_commit((saved / COMMIT_KEY).read_bytes())
+    newer = msgspec.structs.replace(commit, features=("delta",))
+    (saved / COMMIT_KEY).write_bytes(encode_commit(newer))
+    (line,) = run("ls", saved.parent).lines
+    assert line.split("\t")[3].startswith(f"newer format: {COMMIT_KEY}: the snapshot needs the ")
+    (found,) = json.loads(run("ls", saved.parent, "--json").out)
+    assert found["state"] == "newer format"
+    assert "Install a newer actorsnap" in found["detail"]
+    ended = run("verify", "--all", saved.parent)
+    assert ended.code == 4
+    assert ended.out.startswith("s\tnewer format\t")
+    assert run("verify", saved).code == 4
 
 
 def test_numbers_in_names_are_sorted_by_value(tmp_path: Path) -> None:
@@ -515,7 +535,10 @@ def test_cp(saved: Path, tmp_path: Path) -> None:
     assert re.fullmatch(r"copied 3 objects, 1\.\d MiB\n", ended.out)
     assert run("diff", saved, to).code == 0
     assert run("verify", "--full", to).code == 0
-    assert "is that snapshot already" in run("cp", saved, to).out
+    for more in ([], ["--overwrite"]):
+        ended = run("cp", *more, saved, to)
+        assert "is that snapshot already, and was left alone: all objects are there" in ended.out
+        assert f"`actorsnap verify --full {to}` compares their bytes" in ended.out
 
 
 def test_cp_refuses_to_replace(saved: Path, tmp_path: Path) -> None:
@@ -622,6 +645,18 @@ def test_options_reach_the_storage(saved: Path, command: list[str]) -> None:
     assert _Noting.seen
     for _, options in _Noting.seen:
         assert options == {"region": "eu=1", "path_style": True, "parts": 3}
+
+
+def test_each_side_of_a_diff_has_options(saved: Path) -> None:
+    _Noting.seen.clear()
+    given = ["--option", "a=x", "--option", "b=x", "--a-option", "a=y", "--b-option", "b=z"]
+    other = saved.parent / "other"
+    shutil.copytree(saved, other)
+    assert run("diff", f"optional://{saved}", f"optional://{other}", *given).code == 0
+    assert dict(_Noting.seen) == {
+        str(saved): {"a": "y", "b": "x"},
+        str(other): {"a": "x", "b": "z"},
+    }
 
 
 def test_each_side_of_a_copy_has_options(saved: Path, tmp_path: Path) -> None:
@@ -992,6 +1027,65 @@ def test_results_as_json(saved: Path, tmp_path: Path) -> None:
     assert collected["deleted"] == []
 
 
+def fields_on_the_page() -> dict[str, set[str]]:
+    text = (ROOT / "docs" / "reference" / "cli.md").read_text()
+    rows = re.findall(
+        r"^\| (`.*`) \| (.*) \|$",
+        text.partition("| an error")[2].partition("\n\n")[0],
+        re.MULTILINE,
+    )
+    return {
+        name: {*re.findall(r"`(\w+)`", fields)}
+        for names, fields in rows
+        for name in names.split(", ")
+    }
+
+
+def keys_in(out: str) -> set[str]:
+    documents = (
+        [json.loads(line) for line in out.splitlines()] if out[:2] == '{"' else [json.loads(out)]
+    )
+    if isinstance(documents[0], list):
+        documents = documents[0]
+    return {key for document in documents for key in document}
+
+
+def test_fields_are_in_the_docs(saved: Path, tmp_path: Path) -> None:
+    pages = fields_on_the_page()
+    assert {name.strip("`").split()[0] for name in pages} == {*cli_app.COMMANDS}
+    other, run_folder = tmp_path / "other", tmp_path / "runs"
+    with CheckpointManager(run_folder, state(), save=every.steps(1), keep=keep.all()) as manager:
+        manager.save(1)
+    trace = tmp_path / "trace.json"
+    Snapshot.take(tmp_path / "a" / "s", state(), options=Options(trace=str(trace)))
+    torch.save({"w": torch.ones(2)}, tmp_path / "x.pt")
+    commands: dict[str, list[object]] = {
+        "ls": [saved],
+        "ls FOLDER": [tmp_path / "a"],
+        "inspect": [saved],
+        "inspect --html": [tmp_path / "page", saved],
+        "verify": [saved],
+        "verify --all": [tmp_path / "a"],
+        "diff": [saved, saved],
+        "cp": [saved, other],
+        "convert": [tmp_path / "x.pt", tmp_path / "converted"],
+        "export": [tmp_path / "converted", tmp_path / "out", "--to", "torch"],
+        "rm --garbage": [saved],
+        "rm": ["--yes", other],
+        "trace": [trace],
+        "steps": [run_folder, "--keep", "last:1"],
+        "prune": [run_folder, "--keep", "last:1"],
+        "latest": [run_folder],
+        "pin": [run_folder, "1", "--reason", "x"],
+        "unpin": [run_folder, "1"],
+        "save-now": [run_folder],
+    }
+    for command, arguments in commands.items():
+        ended = run(*command.replace(" FOLDER", "").split(), *arguments, "--json")
+        assert ended.code == 0, ended.err
+        assert keys_in(ended.out) <= pages[f"`{command}`"], command
+
+
 def test_a_bug_is_no_damage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Python would end with 1, on which a script might delete a snapshot."""
 
@@ -1124,6 +1218,62 @@ def test_a_full_disk(long: Path, arguments: str) -> None:
     expected = "error: the output cannot be written: No space left on device"
     assert done.stderr.splitlines()[-1] == expected
     assert len(done.stderr.splitlines()) == 1 + len(more)
+
+
+def closed(line: str, *arguments: object) -> Any:
+    """Runs a command whose streams the shell closes."""
+    return subprocess.run(
+        ["sh", "-c", line, "sh", sys.executable, "-m", "actorsnap", *map(str, arguments)],
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+
+
+@pytest.mark.few
+@pytest.mark.parametrize(
+    ("line", "said"), [('exec "$@" >&-', "error: stdout is closed\n"), ('exec "$@" 2>&-', "")]
+)
+def test_a_closed_stream(saved: Path, line: str, said: str) -> None:
+    """The next file that is opened would become the stream."""
+    done = closed(line, "rm", "--yes", saved)
+    assert (done.returncode, done.stdout, done.stderr) == (4, "", said)
+    assert run("ls", saved).code == 0
+
+
+def test_no_stdin(saved: Path) -> None:
+    done = closed('exec "$@" <&-', "rm", saved)
+    assert done.returncode == 5
+    assert "not confirmed" in done.stderr
+
+
+@pytest.mark.parametrize("command", ["inspect", "trace"])
+def test_a_page_on_a_full_disk(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """Half a page would look like a page."""
+    out, source = tmp_path / "page.html", saved
+    if command == "trace":
+        source = tmp_path / "trace.json"
+        Snapshot.take(tmp_path / "traced", state(), options=Options(trace=str(source)))
+    ended = run(command, source, "--html", "/dev/full")
+    assert ended.code == 4
+    assert ended.err == "error: No space left on device (write of /dev/full)\n"
+
+    class Full(io.FileIO):
+        def write(self, data: Any) -> int:
+            super().write(data[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(cli, "open", lambda path, mode: Full(path, mode), raising=False)
+    ended = run(command, source, "--html", out)
+    assert ended.code == 4
+    assert ended.err == f"error: No space left on device (write of {out})\n"
+    assert not out.exists()
+    monkeypatch.undo()
+    assert run(command, source, "--html", tmp_path / "no" / "page.html").code == 2
 
 
 def test_damage_on_a_full_disk(saved: Path) -> None:

@@ -101,6 +101,14 @@ def test_steps_says_why(root: Path) -> None:
     assert len(names(root)) == 4
 
 
+def test_min_valid_without_a_policy(root: Path) -> None:
+    ended = run("steps", root, "--min-valid", 1)
+    assert (ended.code, ended.out) == (2, "")
+    assert "--min-valid needs --keep" in ended.err
+    row = run("steps", root, "--keep", "last:1").rows[2]
+    assert row[5] == "stays: one of 2 verified"  # by default
+
+
 def test_steps_as_json(root: Path) -> None:
     with manager(root) as running:
         running.restore(100)
@@ -217,13 +225,24 @@ def test_verify_all(root: Path) -> None:
 def test_verify_as_json(root: Path) -> None:
     damage(root, name(100))
     assert json.loads(run("verify", root / name(0), "--json").out) == {
+        "path": str(root / name(0)),
+        "level": "quick",
         "state": "ok",
         "has_checksums": True,
+        "num_objects": 1,
+        "nbytes": 0,
         "problems": [],
     }
+    found = json.loads(run("verify", root / name(0), "--full", "--json").out)
+    assert found["level"] == "full"
+    assert found["nbytes"] > 0
     ended = run("verify", root / name(100), "--json")
     assert ended.code == 1
     assert json.loads(ended.out)["state"] == "damaged"
+    all_found = json.loads(run("verify", root, "--all", "--json").out)
+    assert [each["nbytes"] for each in all_found] == [0] * len(LOSSES)
+    assert {each["level"] for each in all_found} == {"quick"}
+    assert all_found[0]["num_objects"] == 1
 
 
 # prune ----------------------------------------------------------------------------------------

@@ -399,11 +399,13 @@ def test_a_restore_reports_newer_steps_that_lost_their_commit_object(
     third = Trainer(root, keep=keep.all())
     caplog.clear()
     restored = third.manager.restore_latest()
+    assert restored is not None
     assert (restored.step, restored.skipped) == (1, ())
     assert f"{last} is complete, but was not committed" in caplog.text
     assert "actorsnap recover" in caplog.text
     (continued / "actorsnap.json").unlink()
     restored = third.manager.restore_latest()
+    assert restored is not None
     why = "its commit object is gone: `actorsnap recover` writes it again"
     assert restored.skipped == ((str(continued), why),)
     third.manager.close()
