@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Every error that actorsnap raises, in one tree.
 
-An error's fields hold the facts; its message adds advice. Errors can be pickled.
+Programs read an error's fields; its message is for people, and adds advice. Errors can be pickled.
 """
 
 # Must import nothing from the package: every layer raises these errors.

@@ -3,6 +3,7 @@
 
 - The benchmarks, the examples, CONTRIBUTING.md, the decisions and the changelog become pages.
 - Links to these files, which work in a checkout, lead to their pages.
+- A page that a docstring names becomes a link.
 - The build fails if a page has a broken link, or makes a browser ask another host.
 """
 
@@ -12,6 +13,7 @@ import json
 import posixpath
 import re
 from collections.abc import Iterator
+from html import escape
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -110,6 +112,18 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"]({posixpath.relpath(target, folder or '.')}{match[2] or ''})"
 
     return re.sub(r"\]\(((?:\.\./)+[\w./-]+)(#[\w-]*)?\)", replace, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Links the pages that docstrings name by their path in a checkout."""
+
+    def replace(match: re.Match[str]) -> str:
+        if (target := files.get_file_from_path(match[1])) is None:
+            return match[0]
+        title = escape(target.content_string.partition("\n")[0].removeprefix("# "))
+        return f'<a href="{target.url_relative_to(page.file)}">{title}</a>'
+
+    return re.sub(r"<code>docs/([\w./-]+\.md)</code>", replace, html)
 
 
 class _Page(HTMLParser):

@@ -327,8 +327,7 @@ class ParticipantActor:
 
     def _overdue(self) -> Lost:
         return self._lost(
-            f"timeout_s={self._timeout_s:g} is over, and rank 0, which coordinates, does not "
-            "answer",
+            f"timeout_s={self._timeout_s:g} is over, and rank 0, the coordinator, does not answer",
             0,
         )
 

@@ -32,7 +32,7 @@ logger = Log(__name__)
 class CheckpointManager:
     """Saves a state dict every ``save_interval`` steps, and restores in place.
 
-    All ranks make one and call it alike. The snapshots are those of
+    Every rank creates a manager and makes the same calls. The snapshots are those of
     ``actorsnap.manager.CheckpointManager``, which can open the same folder.
 
     Args:

@@ -259,15 +259,15 @@ def explain_loss(rank: int, silent_s: float) -> str:
     if not silent_s:
         return f"rank {rank} has left: its process ended"
     return (
-        f"rank {rank} was not heard for {silent_s:.0f} s: it was killed or stopped, or its machine "
-        "or network is gone"
+        f"rank {rank} sent nothing for {silent_s:.0f} s: it was killed or stopped, or its machine "
+        "or network is down"
     )
 
 
 def explain_coordinator_loss(silent_s: float) -> str:
     """``explain_loss`` of rank 0."""
-    how = f"was not heard for {silent_s:.0f} s" if silent_s else "has left: its process ended"
-    return f"rank 0, which coordinates, {how}"
+    how = f"sent nothing for {silent_s:.0f} s" if silent_s else "has left: its process ended"
+    return f"rank 0, the coordinator, {how}"
 
 
 def named_ranks(ranks: Sequence[int]) -> str:

@@ -58,7 +58,7 @@ def overdue(
     """
     reason = f"{limit}={timeout_s:g} is over"
     if not ranks:
-        reason += f", and rank 0, which coordinates {label}, has not answered"
+        reason += f", and rank 0, the coordinator of {label}, has not answered"
         return aborted(label, reason, 0)
     reason += f"; still {awaiting(label, ranks)}"
     return aborted(label, reason, ranks[0] if len(ranks) == 1 else None)
@@ -201,6 +201,6 @@ class RollCall:
         if self._absent:
             shown.append(f"{named_ranks(self._absent)}: no call yet")
         return (
-            f"the ranks make different calls: {'; '.join(shown)}. All ranks make the same calls in "
-            "the same order: find out which rank skipped or repeated one"
+            f"the ranks make different calls: {'; '.join(shown)}. Every rank must make the "
+            "same calls in the same order. Find the rank that skipped or repeated a call"
         )

@@ -267,9 +267,8 @@ class _Comparer:
             return False
         ranks = sorted({rank for path in private for rank in index.held_by_other_ranks[path]})
         self.compared.kept.append(
-            f"{escape(key)}: rank {rank} keeps the states of its random generators, because only "
-            f"{named_ranks(ranks or range(index.world_size))} of {index.world_size} saved theirs, "
-            "each for itself"
+            f"{escape(key)}: rank {rank} keeps the states of its random generators: only "
+            f"{named_ranks(ranks or range(index.world_size))} of {index.world_size} saved theirs"
         )
         return True
 
@@ -295,11 +294,11 @@ class _Comparer:
         for path in paths:
             by_ranks.setdefault(index.held_by_other_ranks[path], []).append(path)
         return [
-            f"{escape(key)}: rank {self.rank} wants what {named_ranks(ranks)} of "
-            f"{index.world_size} saved, each for itself: {', '.join(own[:3])}"
-            f"{', ...' if len(own) > 3 else ''}. Only the same rank gets it back. If it is equal "
-            "on all ranks, name it in replicated=[...] at the next take; else leave the key out, "
-            "or restore with strict=False"
+            f"{escape(key)}: the snapshot has no values for rank {self.rank}, only for "
+            f"{named_ranks(ranks)} (saved by {index.world_size} ranks): {', '.join(own[:3])}"
+            f"{', ...' if len(own) > 3 else ''}. A private value goes back to the rank that saved "
+            "it. If it is equal on all ranks, name it in replicated=[...] at the next take; else "
+            "leave the key out, or restore with strict=False"
             for ranks, own in by_ranks.items()
         ]
 

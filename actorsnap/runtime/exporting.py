@@ -664,8 +664,8 @@ async def readable(
             continue
         if len(ranks) > 1:
             raise UsageError(
-                f"{named_ranks(ranks)} saved {path!r}, each for itself: an export has one value. "
-                "Leave it out by rename=, or export another key"
+                f"{named_ranks(ranks)} each saved their own {path!r}, and an export has "
+                "room for one value. Leave it out with rename=, or export another key"
             )
         elsewhere.setdefault(ranks[0], set()).add(path)
     for rank, paths in sorted(elsewhere.items()):

@@ -163,8 +163,8 @@ def _left_s(end: str, date: str | None) -> float | None:
 class GceNotices:
     """Reports the preemption of an instance, and maintenance that terminates it.
 
-    A live migration is no notice: the instance goes on. The server holds each request until the
-    value changes.
+    A live migration does not count: the instance keeps running. The server holds each
+    request until the value changes.
 
     Args:
         endpoint: URL of the metadata server.

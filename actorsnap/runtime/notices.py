@@ -28,7 +28,7 @@ from actorsnap.log import Log
 logger = Log(__name__)
 
 _SAME_SIGNAL_S = 2.0
-"""Deliveries within this time after the first are the same signal, in seconds.
+"""Time after a first delivery in which another counts as the same signal, in seconds.
 
 A launcher that forwards a signal and a system that sends it to all processes of a job deliver it
 twice, some milliseconds apart.
@@ -138,9 +138,9 @@ class SignalNotices:
 
     The first one is a notice: the default action of the signal does not end the process. Handlers
     that Python code installed before are called as well. The second one goes to the previous
-    handler or the default action, so a second SIGTERM ends the process; deliveries within two
-    seconds after the first are not the second. Each signal counts by itself. A fork gets back the
-    previous handlers.
+    handler or the default action, so a second SIGTERM ends the process. A delivery within
+    two seconds of the first counts as the same signal. Each signal counts by itself. A fork gets
+    back the previous handlers.
 
     Args:
         signals: Names or numbers.

@@ -52,8 +52,8 @@ def get_state_dict_for_key(source: Source, key: str) -> Script[Any]:
         for path, ranks in view.index.held_by_other_ranks.items():
             if path.partition("/")[0] == escape(key):
                 raise UsageError(
-                    f"only {named_ranks(ranks)} saved the key {key!r}, each for itself; "
-                    f"read_object('{ranks[0]}/{escape(key)}') reads it"
+                    f"only {named_ranks(ranks)} saved the key {key!r}; "
+                    f"read_object('{ranks[0]}/{escape(key)}') reads rank {ranks[0]}'s"
                 )
         hint = did_you_mean(key, by_key) or f"it has {', '.join(map(repr, sorted(by_key)))}"
         raise UsageError(f"the snapshot has no key {key!r}; {hint}")

@@ -353,4 +353,4 @@ def _explain(error: Exception) -> str:
             "give each of them a PrefixStore"
         )
     text = text_of(error).split("\n", 1)[0][:200]
-    return f"the job's store does not work any more ({kind}: {text})"
+    return f"the job's store stopped working ({kind}: {text})"

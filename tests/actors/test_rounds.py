@@ -198,7 +198,7 @@ async def test_without_rank_0_all_end_by_themselves() -> None:
         await participant.arrive()
 
     await world.run(body, without=[0], has_coordinator=False)
-    assert "rank 0, which coordinates, does not answer" in str(world.outcomes[1])
+    assert "rank 0, the coordinator, does not answer" in str(world.outcomes[1])
     assert world.outcomes[1] == world.outcomes[2]
     assert world.took_s == 64
 
@@ -219,7 +219,7 @@ async def test_who_is_lost_is_named(who: str) -> None:
     await world.run(body, has_coordinator=True)
     said = str(world.outcomes[1])
     assert said.startswith(f"restore aborted: rank {lost}")
-    assert "was not heard for 30 s" in said
+    assert "sent nothing for 30 s" in said
     assert said.endswith(f"(rank {lost}, stage 'read')")
     assert len(set(world.outcomes.values())) == 1
 

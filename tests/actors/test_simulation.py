@@ -328,7 +328,7 @@ class Simulation:
                 self.stopped_s = for_s
                 world.stop(rank, for_s)
             case "cut":
-                self.network.break_off(rank, "the job's store does not work any more")
+                self.network.break_off(rank, "the job's store stopped working")
             case "cancel" if rank in world.participants:
                 world.participants[rank].request_cancel("enough")
 

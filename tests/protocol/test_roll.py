@@ -156,7 +156,7 @@ def test_the_end_names_who_has_not_called(label: Label, kind: type[Exception]) -
     error = roll.refusal.to_error()
     assert isinstance(error, kind)
     assert (roll.refusal.rank, roll.refusal.stage) == (2, Stage.JOIN)
-    assert "rank 2 was not heard for 30 s" in str(error)
+    assert "rank 2 sent nothing for 30 s" in str(error)
     assert f"had not called {label}" in str(error)
 
 

@@ -39,7 +39,7 @@ def check(step: Step, how: str, is_first: bool, said: dict[str, Any]) -> None:
             assert other["rank"] == step.victim
             assert other["stage"] in ("join", "compare", "read", "load", "store", "commit")
             assert f"rank {step.victim}" in other["text"]
-            assert "was not heard for" in other["text"]
+            assert "sent nothing for" in other["text"]
         assert min(other["seconds"] for other in others) > LOST_AFTER_S / 2
     assert said["is_committed"] == (step.is_decided or not (step.is_save and is_first))
     for rank in said["restored"]:

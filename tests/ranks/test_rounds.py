@@ -64,5 +64,5 @@ def test_a_killed_rank_is_named(director: Director, trouble: str, whom: int) -> 
     for said in found:
         assert said["error"][0] == "RestoreAborted"
         assert said["error"][1].startswith(f"restore aborted: rank {whom}")
-        assert "was not heard for" in said["error"][1]
+        assert "sent nothing for" in said["error"][1]
         assert said["error"][1].endswith(f"(rank {whom}, stage 'read')")

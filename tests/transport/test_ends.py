@@ -206,7 +206,7 @@ async def test_a_rank_that_loses_rank_0_as_well_looks_in_the_storage(found: bool
     else:
         assert outcome is not None
         assert outcome.may_be_visible
-        assert "rank 0, which coordinates, was not heard for 9 s" in outcome.reason
+        assert "rank 0, the coordinator, sent nothing for 9 s" in outcome.reason
 
 
 @pytest.mark.parametrize("found", [True, False, None])

@@ -82,7 +82,7 @@ def test_a_rank_is_stopped_and_comes_back(director: Director, whom: str) -> None
 def test_the_store_is_killed(director: Director) -> None:
     found = director.play("direct_trouble", num_ranks=3, whom="server", how="kill")
     for rank in found["ranks"]:
-        assert "the job's store does not work any more" in rank["broken"]
+        assert "the job's store stopped working" in rank["broken"]
         assert "frame #" not in rank["broken"]
         assert rank["at"] - found["began"] < 60
         assert rank["threads"] == []

@@ -212,10 +212,7 @@ def resolve(
         raise UsageError(f"{path!r} is a part of {parent_of(path)!r}, which can be read")
     for other, ranks in held_by_other_ranks.items():
         if f"{other}/".startswith(below):
-            raise UsageError(
-                f"only {named_ranks(ranks)} saved {path!r}, each for itself; "
-                f"read '{ranks[0]}/{path}'"
-            )
+            raise UsageError(f"only {named_ranks(ranks)} saved {path!r}; read '{ranks[0]}/{path}'")
     hint = did_you_mean(path, sorted(seen)[:2000], limit=3, cutoff=0.5)
     raise UsageError(f"the snapshot has no path {path!r}{hint and '; '}{hint}")
 
