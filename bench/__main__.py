@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """All rows: ``bench/local.py``, ``bench/tracing.py`` and ``bench/compression.py`` in one process,
 ``bench/ranks.py`` with many, ``bench/cloud.py`` with object stores, ``bench/interference.py``
-beside a trainer, ``bench/memory.py``, ``bench/staging.py``, ``bench/manager.py``,
+beside a trainer, ``bench/memory.py``, ``bench/staging.py``, ``bench/gpu.py``, ``bench/manager.py``,
 ``bench/scale.py`` with thousands of ranks that are not there, ``bench/formats.py`` with checkpoints
 of other programs, ``bench/training.py`` with a model of 7B parameters and its optimizer.
 
@@ -20,6 +20,7 @@ from bench import (
     cloud,
     compression,
     formats,
+    gpu,
     interference,
     local,
     manager,
@@ -42,6 +43,7 @@ ROWS = (
     | interference.ROWS
     | memory.ROWS
     | staging.ROWS
+    | gpu.ROWS
     | manager.ROWS
     | scale.ROWS
     | formats.ROWS

@@ -1,29 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What do the copies cost? Of small tensors, against other ways to gather them; of a CUDA device,
-against its bus: told as skipped where there is none.
-"""
+"""What do copies of small tensors cost, against other ways to gather them?"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
-from pathlib import Path
 
 import torch
 
-from actorsnap import Options, StateDict
 from actorsnap.planning.packing import Piece
 from actorsnap.state.sources import HostMemory, gather
-from actorsnap.sync import PendingSnapshot, Snapshot, warm_up
-from bench.local import OURS, RAW, Contest, Need, Setting, emit, facts_of, folder, note, ratio
-from bench.state import State, compare, llama, scramble, small, state_bytes
+from bench.local import OURS, Contest, Need, Setting, emit, facts_of, note, ratio
+from bench.state import small, state_bytes
 
 __all__ = ["ROWS"]
 
 _CHUNK_BYTES = 16 << 20
 _FEW = 20_000
-_OPTIONS = Options(fsync=False)
 
 
 def row_gather(setting: Setting) -> None:
@@ -80,60 +73,4 @@ def row_gather(setting: Setting) -> None:
     )
 
 
-def _take(path: Path, state: State) -> PendingSnapshot:
-    return Snapshot.async_take(path, {"model": StateDict(**state)}, options=_OPTIONS)
-
-
-def row_cuda(setting: Setting) -> None:
-    """From ``async_take`` to staged, against copies of all tensors into pinned memory."""
-    if not torch.cuda.is_available():
-        note("cuda: skipped, there is no CUDA device")
-        return
-    for name, state in (("large", llama(setting.gib)), ("small", small(_FEW, 4096))):
-        note(f"cuda, {name} tensors")
-        there = {path: tensor.cuda() for path, tensor in state.items()}
-        target = {path: torch.zeros_like(tensor) for path, tensor in state.items()}
-        # What the bus can do: one tensor, so that small ones are no excuse.
-        whole = torch.cat([tensor.view(-1) for tensor in there.values()])
-        pinned = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
-        warm_up(state_bytes(state), options=_OPTIONS)
-        contest = Contest()
-        contest.add(RAW, partial(_timed_bus, whole, pinned))
-        contest.add(OURS, partial(_timed_cuda, there, target, setting.tmpfs))
-        contest.play(setting.repeat)
-        medians = contest.medians()
-        emit(
-            f"cuda take to staged, {name} tensors",
-            ratios={"of a pinned copy": ratio(medians.get(RAW), medians.get(OURS))},
-            needs={"of a pinned copy": Need(0.85)} if name == "large" else {},
-            missing=contest.missing,
-            device=torch.cuda.get_device_name(),
-            **facts_of(state, contest.seconds, "tmpfs"),
-        )
-
-
-def _timed_bus(whole: torch.Tensor, pinned: torch.Tensor) -> float:
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    pinned.copy_(whole, non_blocking=True)
-    torch.cuda.synchronize()
-    return time.perf_counter() - begin
-
-
-def _timed_cuda(there: State, target: State, root: Path) -> float:
-    with folder(root) as path:
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        pending = _take(path, there)
-        elapsed = time.perf_counter() - begin
-        pending.wait()
-        scramble(target)
-        Snapshot(path).restore({"model": StateDict(**target)})
-        compare({name: tensor.cpu() for name, tensor in there.items()}, target)
-        return elapsed
-
-
-ROWS: dict[str, Callable[[Setting], None]] = {
-    "gather": row_gather,
-    "cuda": row_cuda,
-}
+ROWS: dict[str, Callable[[Setting], None]] = {"gather": row_gather}

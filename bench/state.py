@@ -12,7 +12,7 @@ __all__ = ["compare", "llama", "llama_7b_shapes", "scramble", "small", "state_by
 State = dict[str, torch.Tensor]
 
 
-def llama(gib: float, layers: int = 18) -> State:
+def llama(gib: float, layers: int = 18, device: str = "cpu") -> State:
     """A Llama-like fp32 model of ``gib`` GiB: 165 tensors, from 4 KiB to about 80 MiB each."""
     hidden = max(64, round(1024 * math.sqrt(gib) / 64) * 64)
     ffn = round(hidden * 2.6875 / 32) * 32
@@ -32,9 +32,9 @@ def llama(gib: float, layers: int = 18) -> State:
             f"layers.{i}.ffn_norm.weight": (hidden,),
         }
     shapes |= {"norm.weight": (hidden,), "output.weight": (vocab, hidden)}
-    generator = torch.Generator().manual_seed(20260101)
+    generator = torch.Generator(device).manual_seed(20260101)
     return {
-        name: torch.empty(shape).uniform_(-1.0, 1.0, generator=generator)
+        name: torch.empty(shape, device=device).uniform_(-1.0, 1.0, generator=generator)
         for name, shape in shapes.items()
     }
 

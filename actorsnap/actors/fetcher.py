@@ -235,8 +235,13 @@ class FetcherPool:
         with await self.budget.lease(read.stop - read.start, Purpose.READING) as lease:
             row.note(Wait.MEMORY)
 
+            sinks = [requests[part.request].sink for part in read.parts]
+            pinner = next((found for sink in sinks if (found := sink.pinner) is not None), None)
+
             def deliver() -> None:
                 row.note(Wait.THREAD)
+                if pinner is not None:
+                    lease.pin(pinner)
                 self._deliver(requests, read, lease.view)
                 row.note(Work.PLACE, *place)
 

@@ -60,6 +60,7 @@ class _ViewSink:
 
     memory: memoryview
     is_addressable = True
+    pinner = None
 
     @property
     def nbytes(self) -> int:

@@ -77,6 +77,7 @@ class _NullSink:
     """Only counts bytes."""
 
     is_addressable = False
+    pinner = None
     nbytes: int
     count: Callable[[int], None]
 

@@ -69,16 +69,17 @@ class Lane:
         assert self._ready is not None
         host = torch.frombuffer(out, dtype=torch.uint8)
         stream = self._calls.stream(self._device)
-        try:
-            stream.wait_for(self._ready)
-            for run in _runs(cuts):
-                _bring(stream, host, run)
-            return stream.mark().wait
-        except BaseException:
-            # Unfinished copies still write to memory that is about to be reused.
-            with contextlib.suppress(Exception):
-                stream.mark().wait()
-            raise
+        with stream.entered():
+            try:
+                stream.wait_for(self._ready)
+                for run in _runs(cuts):
+                    _bring(stream, host, run)
+                return stream.mark().wait
+            except BaseException:
+                # Unfinished copies still write to memory that is about to be reused.
+                with contextlib.suppress(Exception):
+                    stream.mark().wait()
+                raise
 
 
 def _runs(cuts: Iterable[Cut]) -> Iterator[list[Cut]]:
@@ -244,34 +245,37 @@ class CudaEvent:
 
 
 class CudaStream:
-    """Work on a device, in order, after the calls return. The caller keeps tensors alive."""
+    """Work on a device, in order, after the calls return. The caller keeps tensors alive.
+
+    Other calls are made within ``entered``.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
+    def entered(self) -> AbstractContextManager[None]:
+        """Makes the device and this stream the thread's current ones."""
+        return _entered(self._stream)
+
     def wait_for(self, event: CudaEvent) -> None:
         """Makes later work wait for ``event``, of any stream."""
-        with torch.cuda.device(self._device):
-            self._stream.wait_event(event.event)
+        self._stream.wait_event(event.event)
 
     def empty(self, nbytes: int) -> torch.Tensor:
         """Returns ``uint8`` memory for later work; may be dropped after the last call with it.
 
         Raises ``torch.OutOfMemoryError``.
         """
-        with _entered(self._stream):
-            return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+        return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def copy(self, out: torch.Tensor, source: torch.Tensor) -> None:
         """Copies elements. One side may be host memory if both are contiguous bytes."""
-        with _entered(self._stream):
-            out.copy_(source, non_blocking=True)
+        out.copy_(source, non_blocking=True)
 
     def pack(self, out: torch.Tensor, sources: Sequence[torch.Tensor]) -> None:
         """Concatenates flat tensors of bytes on the device."""
-        with _entered(self._stream):
-            torch.cat(list(sources), out=out)
+        torch.cat(list(sources), out=out)
 
     def mark(self) -> CudaEvent:
         return CudaEvent(self._stream)

@@ -36,6 +36,16 @@ if TYPE_CHECKING:
     from actorsnap.state.devices import Lane  # imports torch
 
 
+class Pinner(Protocol):
+    """Pins host memory for a device: copies are then asynchronous and faster."""
+
+    def pin(self, address: int, nbytes: int) -> None:
+        """Raises ``OSError`` on failure."""
+        ...
+
+    def unpin(self, address: int) -> None: ...
+
+
 class _Bytes(Protocol):
     """The C-order bytes of a leaf. Keeps its memory alive.
 
@@ -62,8 +72,14 @@ class ByteSource(_Bytes, Protocol):
 
 
 class ByteSink(_Bytes, Protocol):
-    """Memory for restored bytes. Views are writable."""
+    """Memory for restored bytes. Views are writable.
 
+    Attributes:
+        pinner: Pins memory that ``copy_from`` then copies faster; None: no such memory.
+    """
+
+    @property
+    def pinner(self) -> Pinner | None: ...
     def copy_from(self, start: int, data: memoryview) -> None:
         """Copies ``data`` to bytes from ``start`` on; see ``copy_into``."""
         ...
@@ -102,6 +118,7 @@ class HostMemory(msgspec.Struct, frozen=True, gc=False, eq=False):
     nbytes: int
     owner: object
     is_addressable: ClassVar[bool] = True
+    pinner: ClassVar[Pinner | None] = None
 
     def view(self, start: int, stop: int) -> memoryview:
         return memory_at(self.address + start, stop - start, self.owner)
@@ -123,6 +140,7 @@ class MemoryPart(msgspec.Struct, frozen=True, gc=False, eq=False):
     at: int
     nbytes: int
     is_addressable: ClassVar[bool] = True
+    pinner: ClassVar[Pinner | None] = None
 
     def view(self, start: int, stop: int) -> memoryview:
         return self.memory[self.at + start : self.at + stop]
@@ -159,16 +177,6 @@ class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
     start: int
     at: int
     nbytes: int
-
-
-class Pinner(Protocol):
-    """Pins host memory for a device: copies are then asynchronous and faster."""
-
-    def pin(self, address: int, nbytes: int) -> None:
-        """Raises ``OSError`` on failure."""
-        ...
-
-    def unpin(self, address: int) -> None: ...
 
 
 def gather(

@@ -19,7 +19,7 @@ from actorsnap.format.geometry import Box, extent_bytes, flat_range_boxes
 from actorsnap.format.manifest import CompositeLayout, MemoryFormat, TensorType
 from actorsnap.state import devices
 from actorsnap.state.devices import Lane
-from actorsnap.state.sources import ByteSink, Cut, HostMemory, copy_bytes, memory_at
+from actorsnap.state.sources import ByteSink, Cut, HostMemory, Pinner, copy_bytes, memory_at
 
 TensorOrArray: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 
@@ -175,6 +175,11 @@ class _Copied:
     __slots__ = ()
     is_addressable = False
 
+    @property
+    def pinner(self) -> Pinner | None:
+        """See ``sources.ByteSink``."""
+        return None
+
     def view(self, start: int, stop: int) -> memoryview:
         raise TypeError("these bytes are not contiguous in CPU memory; copy them")
 
@@ -185,6 +190,13 @@ def _write_context(value: TensorOrArray) -> Callable[[], AbstractContextManager[
     if isinstance(value, torch.Tensor) and calls.has(value):
         return calls.current(value.device)
     return nullcontext
+
+
+def _pinner_of(value: TensorOrArray) -> Pinner | None:
+    calls = devices.calls
+    if isinstance(value, torch.Tensor) and calls.has(value):
+        return calls.pinner(value.device)
+    return None
 
 
 class StridedMemory(_Copied):
@@ -204,6 +216,10 @@ class StridedMemory(_Copied):
         self.owner: Any = carried(value) if isinstance(value, torch.Tensor) else value
         self._shape: tuple[int, ...] = tuple(value.shape)
         self._writing = _write_context(value)
+
+    @property
+    def pinner(self) -> Pinner | None:
+        return _pinner_of(self.owner)
 
     def pairs(self, start: int, flat: Any) -> list[tuple[Any, Any]]:
         """Returns views of the owner, and the parts of ``flat`` that hold their elements.
@@ -331,6 +347,10 @@ class BoxSink(_Copied):
             (held, carried(tensor), _write_context(tensor)) for held, tensor in targets
         ]
 
+    @property
+    def pinner(self) -> Pinner | None:
+        return _pinner_of(self._targets[0][1])
+
     def copy_from(self, start: int, data: memoryview) -> None:
         if len(data) == 0:
             return
@@ -363,6 +383,10 @@ class ClippedSink(_Copied):
         self._inner = inner
         self._skip = skip
         self.nbytes = nbytes
+
+    @property
+    def pinner(self) -> Pinner | None:
+        return self._inner.pinner
 
     def copy_from(self, start: int, data: memoryview) -> None:
         low = max(start, self._skip)

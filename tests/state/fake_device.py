@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 
 import pytest
@@ -76,9 +76,12 @@ class FakeStream:
         with self.devices.lock:
             self.work.append(work)
 
+    def entered(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
     @contextmanager
-    def entered(self) -> Iterator[None]:
-        """Copies within it wait for the device, as those from pageable memory do."""
+    def drained(self) -> Iterator[None]:
+        """Copies within it wait for the device, as those that block do."""
         self.run(len(self.work))
         yield
 
@@ -174,7 +177,7 @@ class FakeDevices:
             return self._copying.setdefault(device, FakeStream(self, device))
 
     def current(self, device: torch.device) -> Callable[[], AbstractContextManager[None]]:
-        return self.current_stream(device).entered
+        return self.current_stream(device).drained
 
     def pinner(self, device: torch.device) -> FakePinner:
         return FakePinner(self)
