@@ -225,7 +225,9 @@ class S3Client:
         the server may have acted on the request.
         """
         wire = await self._open()
-        response = await wire.send(await self._request("PUT", target, payload), views)
+        request = await self._request("PUT", target, payload)
+        response = await wire.send(request, views)
+        _check_is_no_page(request, response)
         _raise_for_status(response, "PUT")
         return response
 
@@ -237,6 +239,7 @@ class S3Client:
         wire = await self._open()
         request = await self._request("GET", target, UNSIGNED_PAYLOAD)
         response = await (wire.send(request) if views is None else wire.receive(request, views))
+        _check_is_no_page(request, response)
         _raise_for_status(response, "GET")
         return response
 
@@ -315,16 +318,15 @@ class S3Client:
             if name not in ("Content-Length", "Expect")
         }
         assert self._wire is not None
-        response = await self._wire.send(
-            Request(
-                method=request.method,
-                url=request.url,
-                headers=headers,
-                deadline_s=options.transfer_timeout_s if is_long else options.request_timeout_s,
-                kept_bytes=_MAX_ANSWER_BYTES,
-            ),
-            [memoryview(request.body or b"")],
+        sent = Request(
+            method=request.method,
+            url=request.url,
+            headers=headers,
+            deadline_s=options.transfer_timeout_s if is_long else options.request_timeout_s,
+            kept_bytes=_MAX_ANSWER_BYTES,
         )
+        response = await self._wire.send(sent, [memoryview(request.body or b"")])
+        _check_is_no_page(sent, response)
         return AioAWSResponse(request.url, response.status, response.headers, _Body(response.body))
 
 
@@ -417,7 +419,16 @@ def _open_client(options: S3Options) -> tuple[AioSession, Any]:
         context = session.create_client(
             "s3", region_name=options.region, endpoint_url=options.endpoint_url, config=config
         )
-        return session, await context.__aenter__()
+        try:
+            return session, await context.__aenter__()
+        except ValueError as error:
+            if "Invalid endpoint" not in str(error):
+                raise
+            # Without the text: it may have a password.
+            raise UsageError(
+                "the endpoint in AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or the configuration must "
+                "be http://host or https://host, without a user"
+            ) from None
 
     return asyncio.run(open_client())
 
@@ -439,6 +450,15 @@ def _check_proxy(given: str | None) -> str | None:
     if not is_valid:
         raise UsageError("a proxy is http://host:port, or http://user:password@host:port")
     return proxy
+
+
+def _check_is_no_page(request: Request, response: Response) -> None:
+    """Raises ``WireError`` for an answer of a server for browsers, such as a console."""
+    is_page = response.body[:64].lstrip().lower().startswith((b"<!doctype html", b"<html"))
+    if response.status < 300 and is_page and "x-amz-request-id" not in response.headers:
+        url = urlsplit(request.url)
+        detail = f"{url.scheme}://{url.netloc} answered with a web page, so it is no S3 endpoint"
+        raise WireError(detail, is_retryable=False)
 
 
 def _raise_for_status(response: Response, operation: str) -> None:
@@ -485,10 +505,22 @@ _ELSEWHERE = {
 }
 
 
-_NEEDED = (
+_NEEDED_TO_SAVE = (
     "saving needs s3:PutObject, GetObject, ListBucket, DeleteObject, AbortMultipartUpload, "
     "ListMultipartUploadParts and ListBucketMultipartUploads"
 )
+_NEEDED_TO_READ = "reading needs s3:GetObject and s3:ListBucket"
+_OF_OBJECTS = ("get", "read_into", "stat")
+_OF_LISTS = ("list", "list_folders")
+
+
+def _needed(op: str) -> str:
+    """Returns the permissions for what ``op`` is a part of."""
+    if op in _OF_LISTS:
+        return _NEEDED_TO_READ
+    if op in _OF_OBJECTS:
+        return f"{_NEEDED_TO_READ}; without s3:ListBucket, a missing object is denied, too"
+    return _NEEDED_TO_SAVE
 
 
 def translate_error(
@@ -496,7 +528,7 @@ def translate_error(
 ) -> StorageError:
     """Returns the error, with advice, for a botocore error or a ``WireError``."""
     if isinstance(error, ClientError):
-        kind, detail, fields = _error_from_response(error, client)
+        kind, detail, fields = _error_from_response(error, client, op)
     else:
         kind, detail, fields = _error_without_response(error)
     return kind(op=op, key=key, backend=url, detail=f"bucket {bucket!r}: {detail}", **fields)
@@ -525,7 +557,7 @@ def _error_without_response(error: Exception) -> _Meaning:
     )
 
 
-def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
+def _error_from_response(error: ClientError, client: S3Client, op: str) -> _Meaning:
     about = error.response.get("ResponseMetadata", {})
     status = int(about.get("HTTPStatusCode", 0))
     headers: Mapping[str, str] = about.get("HTTPHeaders", {})
@@ -562,7 +594,7 @@ def _error_from_response(error: ClientError, client: S3Client) -> _Meaning:
         detail = f"{answer}: the access key or its secret is wrong for this endpoint"
         return AccessDenied, detail, {}
     if status in (401, 403):
-        return AccessDenied, f"{answer}: the credentials do not allow it; {_NEEDED}", {}
+        return AccessDenied, f"{answer}: the credentials do not allow it; {_needed(op)}", {}
     message = failure.get("Message") or "the server does not say why"
     detail = f"{answer}: {message[:300]}; look at storage_options, and at what the server supports"
     is_transient = code in _TRANSIENT or (status >= 500 and status != 501)

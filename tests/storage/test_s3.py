@@ -578,7 +578,7 @@ async def test_a_page_of_the_longest_keys() -> None:
     ("status", "fields", "body", "kind", "is_retryable", "remedy"),
     [
         ("404 Not Found", [], _error("NoSuchBucket"), StorageError, False, "create it"),
-        ("403 Forbidden", [], _error("AccessDenied"), AccessDenied, False, "s3:PutObject"),
+        ("403 Forbidden", [], _error("AccessDenied"), AccessDenied, False, "needs s3:"),
         ("403 Forbidden", [], _error("InvalidAccessKeyId"), AccessDenied, False, "is wrong"),
         ("403 Forbidden", [], _error("SignatureDoesNotMatch"), AccessDenied, False, "is wrong"),
         ("400 Bad Request", [], _error("ExpiredToken"), AccessDenied, False, "session_token"),
@@ -673,6 +673,60 @@ async def test_proxies_that_cannot_be_used(
         await storage.stat("key")
     assert _SECRETS[1] not in str(raised.value)
     await storage.aclose()
+
+
+@bounded(30)
+async def test_an_endpoint_of_the_environment_without_a_scheme(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"user:{_SECRETS[1]}@localhost:9000")
+    storage = bare("s3://bucket", _KEYS)
+    with pytest.raises(UsageError, match="AWS_ENDPOINT_URL.* http://host") as raised:
+        await storage.stat("key")
+    assert _SECRETS[1] not in str(raised.value)
+    await storage.aclose()
+
+
+@bounded(30)
+async def test_an_endpoint_that_serves_pages() -> None:
+    """The console of a server has another port than its API."""
+
+    def step(peer: Peer) -> None:
+        peer.request()
+        peer.answer(b"\n<!DOCTYPE html><html></html>", "200 OK", "Content-Type: text/html")
+
+    with serving(repeat(step)) as server:
+        storage = bare("s3://bucket/p", {"endpoint_url": server.url, **_KEYS})
+        match = f"'bucket': {server.url} answered with a web page.*endpoint_url"
+        for call in (storage.get("key"), storage.list_folders(), storage.put("key", [])):
+            with pytest.raises(StorageError, match=match) as raised:
+                await call
+            assert not raised.value.retryable
+        await storage.aclose()
+
+
+@bounded(30)
+async def test_what_a_denied_request_lacks() -> None:
+    def step(peer: Peer) -> None:
+        line, _, _ = peer.request()
+        peer.answer(b"" if line.startswith("HEAD") else _error("AccessDenied"), "403 Forbidden")
+
+    with serving(repeat(step)) as server:
+        storage = bare("s3://bucket/p", {"endpoint_url": server.url, **_KEYS})
+        reading = "reading needs s3:GetObject and s3:ListBucket"
+        absent = "without s3:ListBucket, a missing object is denied, too"
+        for call, texts in (
+            (storage.get("key"), [reading, absent]),
+            (storage.stat("key"), [reading, absent]),
+            (storage.list_folders(), [reading]),
+            (storage.put("key", []), ["saving needs s3:PutObject"]),
+        ):
+            with pytest.raises(AccessDenied) as raised:
+                await call
+            for text in texts:
+                assert text in str(raised.value)
+            assert (absent in str(raised.value)) is (absent in texts)
+        await storage.aclose()
 
 
 _CONNECT = "'bucket': cannot connect to 127.0.0.1.*; look at .* endpoint_url"
