@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import pytest
 import torch
 
 from actorsnap import StateDict
+from actorsnap.manager import every, keep
+from actorsnap.manager.sync import CheckpointManager
 from actorsnap.sync import Snapshot
 from tests.pages import ROOT, play
 
@@ -17,13 +20,14 @@ DOCS = ROOT / "docs"
 PAGES = {
     "index.md": 1,
     "install.md": 1,
-    "howto/resume.md": 3,
+    "howto/resume.md": 4,
     "howto/keep.md": 4,
     "howto/progress.md": 2,
     "howto/look-inside.md": 3,
     "howto/restore-a-part.md": 7,
     "howto/notebooks.md": 2,
     "howto/copy-and-verify.md": 1,
+    "howto/operate.md": 0,
     "howto/save-without-stalling.md": 1,
     "howto/read-without-actorsnap.md": 1,
     "migrate/safetensors.md": 2,
@@ -60,6 +64,19 @@ def prelude() -> dict[str, Any]:
     }
 
 
+def run_for_a_while(names: dict[str, Any]) -> None:
+    """Leaves a run of three steps, and a save that was killed."""
+    save, stay = every.steps(100), keep.last(3)
+    with CheckpointManager("runs/7", names["app_state"], save=save, keep=stay) as manager:
+        for step in range(0, 401, 100):
+            manager.maybe_save(step, metrics={"loss": names["train_step"]()})
+    killed = Path("runs/7/step-0000000500.g1")
+    shutil.copytree("runs/7/step-0000000400.g1", killed)
+    (killed / "actorsnap.json").unlink()
+    for manifest in killed.glob("*/manifest/*"):
+        manifest.unlink()
+
+
 @pytest.mark.blocking
 @pytest.mark.parametrize("page", PAGES)
 def test_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,6 +85,8 @@ def test_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     if page != "howto/notebooks.md":
         metadata = {"git": "4f2a"}
         snapshot = Snapshot.take("ckpt/step-100", names["app_state"], step=100, metadata=metadata)
+    if page == "howto/operate.md":
+        run_for_a_while(names)
     if page == "migrate/safetensors.md":
         snapshot.export_hf("hf-repo", key="model")
     assert play((DOCS / page).read_text(), names, page) == PAGES[page]
