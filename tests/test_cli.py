@@ -607,6 +607,25 @@ def test_cp_of_nothing(saved: Path, tmp_path: Path) -> None:
     assert run("ls", tmp_path / "copy").code == 3
 
 
+def test_what_a_failed_cp_leaves(saved: Path, tmp_path: Path) -> None:
+    """Nothing, or what the next one needs."""
+    to = tmp_path / "copy"
+    (big, *_) = sorted(saved.glob("*/data/**/*.safetensors"), key=lambda p: -p.stat().st_size)
+    whole = big.read_bytes()
+    big.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for _ in range(2):
+        ended = run("cp", saved, to)
+        assert ended.code == 4
+        left = [path for path in to.rglob("*") if path.is_file()]
+        if any("data" in path.parts for path in left):
+            assert "stay for the next copy" in ended.err
+        else:
+            assert left == []
+    big.write_bytes(whole)
+    assert run("cp", saved, to).code == 0
+    assert run("diff", saved, to).code == 0
+
+
 @pytest.mark.slow  # the bar is that of verify
 def test_a_terminal_sees_how_far_a_copy_is(long: Path, tmp_path: Path) -> None:
     code, text = on_a_terminal("cp", long, tmp_path / "copy")

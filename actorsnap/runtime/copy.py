@@ -23,6 +23,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
+from actorsnap.actors.abandonable import first_error
 from actorsnap.actors.commit import commit_alone
 from actorsnap.actors.items import Pace
 from actorsnap.actors.snapshot_reader import find_commit, missing_is_damage, read_intact
@@ -233,9 +234,8 @@ class _Copy:
                 if not was_there:
                     await self._perform(commit, plan, earlier, overwrite)
                 tasks.cancel_scope.cancel()
-        except BaseException:
-            if not self._claim.is_current:
-                await self._errands.clean_up(self._claim.renew)  # for a resume
+        except BaseException as error:
+            await self._leave(error)
             raise
         await self._errands.clean_up(self._claim.withdraw)
         if was_there:
@@ -247,6 +247,23 @@ class _Copy:
             num_skipped=self._num_skipped,
             skipped_bytes=self._skipped_bytes,
         )
+
+    async def _leave(self, error: BaseException) -> None:
+        """After a failure: withdraws the claim, unless it protects objects for a resume."""
+        claim = self._claim
+        if not claim.has_objects:
+            await self._errands.clean_up(self._withdraw_if_empty)
+        elif not claim.is_current:
+            await self._errands.clean_up(claim.renew)
+        if claim.has_objects and isinstance(error, Exception):
+            first_error(error).add_note(
+                f"actorsnap: complete objects in {self.target.url} stay for the next copy; "
+                "`actorsnap rm --garbage` deletes them"
+            )
+
+    async def _withdraw_if_empty(self) -> None:
+        if not await self._sizes():
+            await self._claim.withdraw()
 
     async def _convert(self, source: Commit, overwrite: bool) -> CopyReport:
         """Copies a checkpoint of another format."""

@@ -54,6 +54,11 @@ class CopyClaim:
     def is_current(self) -> bool:
         return self._noted == self._stored
 
+    @property
+    def has_objects(self) -> bool:
+        """Whether there are complete objects, for a resume."""
+        return bool(self._stored)
+
     def add(self, keys: Collection[str]) -> None:
         """Notes complete objects."""
         self._stored.update(keys)
