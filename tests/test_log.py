@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -180,6 +181,28 @@ def test_saves_and_their_failures_are_logged_with_fields_that_records_have_alrea
         Snapshot.async_take(tmp_path / "file" / "s", state, options=options).wait()
     assert "given up" not in caplog.text
     assert "uploader process" not in caplog.text
+
+
+def test_totals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of small states, too; with fields for formatters."""
+    state = {"s": StateDict(w=torch.arange(100))}
+    caplog.set_level(logging.INFO, "actorsnap")
+    snapshot = Snapshot.take(tmp_path / "s", state)
+    (saved,) = caplog.records
+    assert re.search(r": committed, 4\.\d KiB in \d+\.\d\d s, staged after ", saved.message)
+    caplog.clear()
+    snapshot.restore(state)
+    (restored,) = caplog.records
+    attempt = vars(saved)["attempt"]
+    assert re.fullmatch(
+        rf"snapshot {tmp_path}/s rank 0 attempt {attempt}: restored, 800 B in \d+\.\d\d s",
+        restored.message,
+    )
+    assert (restored.name, restored.levelname) == ("actorsnap.runtime.restore", "INFO")
+    found = vars(restored)
+    assert (found["snapshot"], found["attempt"]) == (vars(saved)["snapshot"], attempt)
+    assert (found["rank"], found["total_bytes"]) == (0, 800)
+    assert 0 < found["total_s"] < 60
 
 
 def test_an_exception_that_cannot_be_shown() -> None:

@@ -43,6 +43,7 @@ from actorsnap.release import RELEASE
 from actorsnap.runtime.location import open_location
 from actorsnap.runtime.maintenance import collect_garbage, find_resumable
 from actorsnap.runtime.save import Save
+from actorsnap.runtime.texts import size_text
 from actorsnap.state.sources import Captured
 from actorsnap.storage.base import Capabilities, Storage
 from actorsnap.transport.ends import CoordinatorEnd, InprocEnds, ParticipantEnd, RelayedEnds
@@ -164,9 +165,9 @@ class LocalEngine:
         staged_s = seconds if self._staged_s is None else self._staged_s
         self._log(
             logging.INFO,
-            "%s: committed, %.1f MiB in %.2f s, staged after %.2f s",
+            "%s: committed, %s in %.2f s, staged after %.2f s",
             self.save.label,
-            done.total_bytes / (1 << 20),
+            size_text(done.total_bytes),
             seconds,
             staged_s,
             stage=str(done.phase),

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,7 @@ from actorsnap.runtime.rounds import Rounds, call_together
 from actorsnap.runtime.shared_reads import RestoreReads
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.runtime.team import Team, find_team
+from actorsnap.runtime.texts import size_text
 from actorsnap.runtime.tracing import Observation, observe
 from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.stateful import RNGState, loader, torch_complaints, validate_app_state
@@ -179,7 +181,7 @@ def restore_by(
     selection: Selection = _EVERYTHING,
 ) -> Script[RestoreReport]:
     """Runs this rank's part, observed."""
-    observation = observe("restore", source.options)
+    observation, begun_s = observe("restore", source.options), time.monotonic()
     end = partial(
         observation.end,
         url=source.location.display_url,
@@ -194,10 +196,23 @@ def restore_by(
         yield partial(end, outcome="failed", error=describe(error))
         raise
     except BaseException:
-        host = Host.get()
-        host.submit(end(host, outcome="cancelled"))
+        # Python's end may close this script; no runtime can be started then.
+        if (host := Host.running_here()) is not None:
+            host.submit(end(host, outcome="cancelled"))
         raise
     yield partial(end, outcome="restored")
+    url, seconds = printable(source.location.display_url), time.monotonic() - begun_s
+    logger.info(
+        "snapshot %s rank %d attempt %s: restored, %s in %.2f s",
+        *(url, rounds.rank, observation.attempt, size_text(report.nbytes), seconds),
+        extra={
+            "snapshot": url,
+            "attempt": observation.attempt,
+            "rank": rounds.rank,
+            "total_bytes": report.nbytes,
+            "total_s": seconds,
+        },
+    )
     return report
 
 

@@ -289,7 +289,7 @@ def _short(function: Callable[P, T], doc: str | None) -> Callable[P, T]:
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return function(*args, **kwargs)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:
             shorten(error)
             raise  # without this frame
 

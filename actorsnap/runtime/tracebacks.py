@@ -3,7 +3,8 @@
 
 An error of actorsnap is complete in its message, fields, notes and causes; a user who reads 25
 frames of a runtime before it learns nothing more. Errors of user code that actorsnap called
-(``load_state_dict``) keep the frames of that code. Other errors are bugs, and keep all frames.
+(``load_state_dict``) keep the frames of that code, and so does Ctrl-C. Other errors are bugs, and
+keep all frames.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def shorten(error: BaseException) -> None:
     The whole traceback is logged at DEBUG. Nothing else of the errors is changed.
     """
     frames = list(_frames(error.__traceback__))
-    if not isinstance(error, ActorSnapError) and (not frames or _is_ours(frames[-1])):
+    is_no_bug = isinstance(error, ActorSnapError | KeyboardInterrupt)
+    if not is_no_bug and (not frames or _is_ours(frames[-1])):
         return
     logger.debug("the whole traceback of the next error", exc_info=error)
     seen: set[int] = set()

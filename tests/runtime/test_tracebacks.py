@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
+import signal
 import traceback
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -24,7 +26,7 @@ from actorsnap import (
     sync,
 )
 from actorsnap.manager.sync import CheckpointManager, every
-from actorsnap.runtime import value_reading
+from actorsnap.runtime import host, value_reading
 from actorsnap.testing.faults import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 
@@ -95,6 +97,38 @@ def test_causes_and_notes_stay(tmp_path: Path) -> None:
     text = "".join(traceback.format_exception(error))
     assert "direct cause" in text
     assert "test_tracebacks.py" in text
+
+
+def test_interrupts(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = host.Call.start
+
+    def interrupted(self: Any) -> None:
+        start(self)
+        monkeypatch.undo()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(host.Call, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt) as raised:
+        sync.Snapshot(there / "s").keys()
+    assert not files(raised.value) & {"script.py", "snapshot.py", "host.py"}
+    assert names(raised.value)[0] == "test_interrupts"
+
+
+def test_an_interrupt_before_the_runtime_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python's end drops what the traceback holds, and can start no runtime."""
+    num_starts = 0
+
+    def interrupted() -> None:
+        nonlocal num_starts
+        num_starts += 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(host.Host, "_instance", None)
+    monkeypatch.setattr(host.Host, "begin_start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sync.Snapshot("nowhere").restore(STATE)
+    gc.collect()
+    assert num_starts == 1
 
 
 class Refusing:
