@@ -19,6 +19,7 @@ from actorsnap.protocol.messages import (
     FromCoordinator,
     Label,
     Labelled,
+    Proceed,
     ToCoordinator,
 )
 from actorsnap.protocol.roll import (
@@ -63,6 +64,9 @@ class Caller:
     Args:
         timeout_s, limit: Time from ``begin`` until rank 0 must have answered; name of the option.
         renew: Begins the next call and calls ``move``; returns False if it has begun already.
+
+    Attributes:
+        has_proceeded: All ranks have made the call and passed its first round.
     """
 
     def __init__(
@@ -75,6 +79,7 @@ class Caller:
         limit: str = "timeout_s",
         renew: Callable[[], bool] = lambda: False,
     ) -> None:
+        self.has_proceeded = False
         self._end = end
         self._renew = renew
         # Until the first message of rank 0.
@@ -153,6 +158,7 @@ class Caller:
                 case _:
                     self._is_waiting = False
                     self._sent = None
+                    self.has_proceeded = self.has_proceeded or isinstance(message, Proceed)
                     return message
         failure, self._withdrawn, self._is_waiting = self._withdrawn, None, False
         return Aborted(failure)

@@ -257,7 +257,8 @@ class CheckpointManager(ManagerHandle):
         Raises:
             UsageError: The step goes back, or an argument is bad.
             RootTaken: A later manager has begun a run at the root. Nothing was saved.
-            SnapshotAborted: This save failed, or the one before, which is awaited first.
+            SnapshotAborted: This save failed; or an earlier one did, in the background, and this
+                step is saved nevertheless. All ranks raise it in the same call.
         Cancellation: As of ``Snapshot.async_take``.
         """
         due = self._body.due(step, metrics)

@@ -305,7 +305,8 @@ class Asking:
         self._is_saving = False
         self._costs.staged(now - begun_s)
         self._costs.leave(now)
-        self._events.post(EventKind.STAGED, step)
+        if not save.finished.done() or save.finished.exception() is None:
+            self._events.post(EventKind.STAGED, step)
         save.finished.add_done_callback(lambda _: self._on_finished(save, step, begun_s))
 
     def _on_finished(self, save: Save, step: int, begun_s: float) -> None:

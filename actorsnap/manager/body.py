@@ -94,6 +94,7 @@ class ManagerBody:
         self._saved: int | None = None
         self._committed: int | None = None
         self._pending: collections.deque[tuple[StepName, Save]] = collections.deque()
+        self._failure: ActorSnapError | None = None  # of an earlier save, to be raised
         self._keeper: Keeper | None = None
         self._is_closed = False
         self._continues_newest = False
@@ -181,7 +182,10 @@ class ManagerBody:
         app_state: AppState | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Script[Save]:
-        """Saves on all ranks. If async, returns when staged, else when committed and verified."""
+        """Saves on all ranks. If async, returns when staged, else when committed and verified.
+
+        Raises the failure of an earlier save at the end: a save that failed must not cost another.
+        """
         self._check_open()
         step = check_training_step(step)
         objection = self._see(step)
@@ -206,7 +210,9 @@ class ManagerBody:
             self.asking.has_begun(save, step, begun_s)
         finally:
             self._saving.release()
-        if not is_async:
+        if is_async:
+            self._raise_failure()
+        else:
             yield from self.wait()
         return save
 
@@ -248,7 +254,8 @@ class ManagerBody:
             overwrite=False,
             resume=False,
             step=step,
-            stage=self._settings.stage if is_async else "eager",
+            # A caller that gets an error gets no ``PendingSnapshot`` to guard its optimizers with.
+            stage=self._settings.stage if is_async and self._failure is None else "eager",
             metadata=noted,
             storage_options=target.storage_options,
             options=self._options,
@@ -256,6 +263,8 @@ class ManagerBody:
             store=self._settings.store,
             refusal=refusal,
             progress=self._settings.progress,
+            # Ranks that stage at different speeds raise a failure together, in a later call.
+            returns_failed=is_async and self._world_size > 1,
         )
         before, self._saved = self._saved, step
         try:
@@ -287,7 +296,7 @@ class ManagerBody:
         restored_from = self._restored
         is_continuing = restored_from is None and self._continues_newest
         if is_continuing:
-            yield from self._wait_for_pending()
+            yield from self._wait_for_all()
 
         places = self.places
 
@@ -362,25 +371,33 @@ class ManagerBody:
 
     def _wait_for_pending(self) -> Script[None]:
         """Waits for the saves only. Ends alike on all ranks."""
-        failure: ActorSnapError | None = None
-        for _ in [*self._pending]:  # one that is not over, as in a fork, stays
-            try:
-                yield from self._wait_for_oldest()
-            except ActorSnapError as error:
-                if failure is not None:
-                    logger.error("%s: %s", self.root.url, describe(error))
-                failure = failure or error
-        if failure is not None:
-            raise failure
+        yield from self._wait_for_all()
+        self._raise_failure()
+
+    def _wait_for_all(self) -> Script[None]:
+        while self._pending:
+            yield from self._wait_for_oldest()
 
     def _wait_for_oldest(self) -> Script[None]:
+        """Leaves a failure to ``_raise_failure``."""
         name, save = self._pending[0]
         try:
             yield from taking.await_pending(save, save.finished)
+            self._committed = name.step
+        except ActorSnapError as error:
+            if not save.finished.done():
+                raise  # a fork
+            if self._failure is not None:
+                logger.error("%s: %s", self.root.url, describe(error))
+            self._failure = self._failure or error
         finally:
             if save.finished.done() and (name, save) in self._pending:
                 self._pending.remove((name, save))
-        self._committed = name.step
+
+    def _raise_failure(self) -> None:
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise failure
 
     def close(self, *, has_failed: bool = False, timeout_s: float = math.inf) -> Script[None]:
         """Waits for pending saves, and for deletions at most ``timeout_s``.

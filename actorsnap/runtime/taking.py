@@ -45,7 +45,7 @@ from actorsnap.runtime.location import (
 from actorsnap.runtime.process import has_cores
 from actorsnap.runtime.remote_engine import RemoteEngine
 from actorsnap.runtime.save import Save, SaveRequest
-from actorsnap.runtime.team import Membership, Team, find_team
+from actorsnap.runtime.team import Membership, Team, TeamCall, find_team
 from actorsnap.runtime.tracing import observe
 from actorsnap.runtime.uploader_client import Uploader, find_uploader, find_usable_uploader
 from actorsnap.state import devices
@@ -76,6 +76,8 @@ class TakeCall:
         refusal: Fails the save on all ranks before it calls ``state_dict``.
         capture: Replaces the capture of ``app_state``; gets all global ranks and this one. Its
             error fails the save on all ranks.
+        returns_failed: Other ranks may have returned before the save failed, so this one returns as
+            well: ``Save.finished`` has the error.
         joins_promptly: See ``Team.begin``.
         nonce: See ``Label``.
     """
@@ -95,6 +97,7 @@ class TakeCall:
     refusal: Exception | None = None
     progress: bool = False
     capture: Callable[[Sequence[int], int], Captured] | None = None
+    returns_failed: bool = False
     joins_promptly: bool = False
     nonce: str = ""
     begun_s: float = field(default_factory=time.monotonic)
@@ -108,6 +111,7 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
     else:
         save = yield from _prepare_in_team(call, is_async, team)
     save.shows_progress = call.progress and save.rank == 0
+    returns_failed, is_lazy = call.returns_failed, call.stage == "lazy"
     del call
     try:
         if is_async:
@@ -120,12 +124,21 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
         # the app state alive.
         if not awaited.done() or awaited.exception() is not None:
             yield from _shown(save, _step(lambda: _await_or_cancel(save, awaited)))
-    except BaseException:
+    except BaseException as error:
         # Ctrl-C may have come while no step waited.
         save.cancel("the caller was interrupted")
         concurrent.futures.wait([save.finished])
-        raise
+        is_returned = returns_failed and (is_lazy or _has_begun_everywhere(save))
+        if not (is_returned and isinstance(error, Exception)):
+            raise
+        logger.error("%s: %s", save.label, error)
     return save
+
+
+def _has_begun_everywhere(save: Save) -> bool:
+    """Returns whether other ranks may have staged already."""
+    call = None if save.membership is None else save.membership.call
+    return isinstance(call, TeamCall) and call.participant.has_proceeded
 
 
 def warm_up(nbytes: int, options: Options | None) -> Script[None]:

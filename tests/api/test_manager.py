@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,17 +31,19 @@ from actorsnap import (
 )
 from actorsnap import manager as asynchronous
 from actorsnap.cli import app
-from actorsnap.manager import StepName, every, keep, keeper
+from actorsnap.format.manifest import COMMIT_KEY
+from actorsnap.manager import EventKind, StepName, every, keep, keeper
 from actorsnap.manager.sync import CheckpointManager
 from actorsnap.storage.wrapper import Wrapper
 from actorsnap.sync import Snapshot
 from tests.api.faults import faulty, faulty_url
+from tests.api.managed import Operation, Tally, TallyStorage, fail
 
 
 class Run:
     """A trainer whose state shows the step that it is of."""
 
-    def __init__(self, root: Path, **settings: Any) -> None:
+    def __init__(self, root: str | Path, **settings: Any) -> None:
         self.state = StateDict(weight=torch.zeros(1000), step=-1)
         settings = {"save": every.steps(100), "keep": keep.last(2), **settings}
         self.manager = CheckpointManager(root, {"train": self.state}, **settings)
@@ -341,6 +344,43 @@ def test_a_failed_save_is_raised_by_the_next(root: Path) -> None:
     with pytest.raises((SnapshotAborted, StorageError)):
         run.train(100, 200)
     blocker.unlink()
+
+
+@pytest.mark.parametrize("max_pending", [1, 2])
+@pytest.mark.parametrize("stage", ["eager", "lazy"])
+def test_the_call_that_raises_an_earlier_failure_saves_its_step(
+    root: Path, stage: str, max_pending: int
+) -> None:
+    broken = True
+
+    def strike(operation: Operation) -> None:
+        if broken and (operation.verb, operation.key) == ("put_if_absent", COMMIT_KEY):
+            fail(operation)
+
+    with faulty(lambda inner: TallyStorage(inner, Tally(look=strike))):
+        settings: dict[str, Any] = {"stage": stage, "max_pending": max_pending}
+        run = Run(faulty_url(root), keep=keep.all(), **settings)
+        run.train(0)
+        if max_pending == 2:
+            run.train(100)
+        while not all(save.finished.done() for _, save in run.manager._body._pending):
+            time.sleep(0.01)
+        broken = False
+        run.train(101)
+        run.manager.request("before the end")
+        with pytest.raises(SnapshotAborted, match=r"step-0000000000\.g1"):
+            run.train(102)
+        run.state["weight"].fill_(-1.0)  # it is staged: nothing guards this
+        if max_pending == 2:
+            with pytest.raises(SnapshotAborted, match=r"step-0000000100\.g1"):
+                run.manager.wait()
+        run.close()
+        events = [(event.kind, event.step) for event in run.manager.events()]
+        assert (EventKind.FAILED, 102) not in events
+        assert run.manager.all_steps() == [102]
+        run.manager = CheckpointManager(faulty_url(root), {"train": run.state})
+        run.manager.restore(102)
+        run.check(102)
 
 
 @pytest.mark.parametrize("is_async", [True, False])

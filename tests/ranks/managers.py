@@ -4,27 +4,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
+import msgspec
 import torch
 import torch.distributed as dist
 
-from actorsnap import Options, StateDict
+from actorsnap import Options, SnapshotAborted, StateDict, StorageError
 from actorsnap.interop import xla
 from actorsnap.manager import every, keep
 from actorsnap.manager.sync import CheckpointManager
 from actorsnap.runtime import bars
 from actorsnap.runtime.team import find_team
+from actorsnap.storage.base import Storage
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from tests.api.faults import faulty, faulty_url
 from tests.api.managed import Operation, Tally, TallyStorage, fail
+from tests.api.slow_storage import Gate
 from tests.ranks.troubles import outcome
 from tests.worlds import Rank, World
 
 __all__ = ["direct_managers", "direct_resumes_with"]
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 OPTIONS = Options(timeout_s=60.0, lost_after_s=3.0, fsync=False)
 
@@ -205,6 +212,57 @@ def has_trouble(me: Rank, path: str, trouble: str, whom: int) -> dict[str, Any]:
         return {**said, "steps": trainer.manager.all_steps()}
 
 
+class HeldWrites(Wrapper):
+    """Data of step 2 waits at the gate; on rank 1 its writes fail then."""
+
+    def __init__(self, inner: Storage, gate: Gate, rank: int) -> None:
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+        self._gate, self._rank = gate, rank
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op in ("put", "write_at") and "/step-0000000002." in self.url and "/data/" in key:
+            await self._gate.pass_through(1)
+            if self._rank == 1:
+                raise StorageError(op=op, key=key, backend=self.url, detail="a scripted fault")
+        return await call(*args, **kwargs)
+
+
+def fails_apart(me: Rank, path: str, trouble: str, stage: str, ends_at: int = 8) -> dict[str, Any]:
+    """The save of step 2 fails after rank 1 has returned and, if eager, while rank 0 copies."""
+    gate, raised, saved = Gate(), [], []
+
+    def measure() -> dict[str, float]:
+        if trouble == "metrics" and me.rank == 1 and step == 2:
+            raise ValueError("no such metric")
+        return {}
+
+    with faulty(lambda inner: HeldWrites(inner, gate, me.rank)):
+        # Rank 0 has more data than memory, so its copies wait for its writes.
+        options = msgspec.structs.replace(OPTIONS, memory_budget_bytes=3 << 20)
+        settings: dict[str, Any] = {"save": every.steps(2) | every.last(), "options": options}
+        trainer = Trainer(faulty_url(path), me.rank, stage=stage, **settings)
+        if me.rank == 0:
+            trainer.own["large"] = torch.zeros(2 << 20)
+        began_s = time.monotonic()
+        for step in range(ends_at + 1):
+            try:
+                if trainer.manager.maybe_save(step, metrics=measure):
+                    saved.append(step)
+            except SnapshotAborted as error:
+                raised.append([step, str(error)])
+            if step == 2 and (me.rank == 1 or trouble == "metrics"):
+                gate.open()
+            if step == 3:
+                dist.barrier()  # as the collective of a training step
+        said = outcome(trainer.manager.close)
+        steps = trainer.manager.all_steps()
+    seconds = time.monotonic() - began_s
+    return {**said, "raised": raised, "saved": saved, "steps": steps, "all_s": seconds}
+
+
 def like_xla(me: Rank, path: str) -> dict[str, Any]:
     """Equal values of all ranks are stored once, as in torch.distributed.checkpoint."""
     manager = xla.CheckpointManager(path, 10, max_to_keep=2)
@@ -339,7 +397,7 @@ def saves(me: Rank, path: str) -> Any:
 _SCENARIOS: dict[str, Callable[..., Any]] = {
     scenario.__name__: scenario
     for scenario in (
-        *(falls_back, finds_none, is_taken, differs, objects, has_trouble),
+        *(falls_back, finds_none, is_taken, differs, objects, has_trouble, fails_apart),
         *(is_idle, like_xla, saves, shows_progress, has_tier),
     )
 }

@@ -118,6 +118,31 @@ def test_the_trouble_of_one_is_raised_by_all(
 
 
 @each_size
+@pytest.mark.parametrize(
+    ("trouble", "stage"), [("write", "eager"), ("write", "lazy"), ("metrics", "lazy")]
+)
+def test_a_failure_in_the_background_is_raised_by_all_in_one_call(
+    director: Director, tmp_path: Path, num_ranks: int, trouble: str, stage: str
+) -> None:
+    said = play(director, tmp_path, "fails_apart", num_ranks, trouble=trouble, stage=stage)
+    error, raised, saved, steps = same(said, "error", "raised", "saved", "steps")
+    assert error == ""
+    ((step, text),) = raised
+    assert step == 4
+    assert "rank 1" in text
+    assert ("no such metric" if trouble == "metrics" else "a scripted fault") in text
+    assert (saved, steps) == ([0, 2, 6, 8], [0, 4, 6, 8])  # the call that raises saves its step
+    assert all(one["all_s"] < OPTIONS.timeout_s / 4 for one in said)
+
+
+def test_a_failure_that_only_close_can_raise(director: Director, tmp_path: Path) -> None:
+    said = play(director, tmp_path, "fails_apart", 2, trouble="write", stage="eager", ends_at=3)
+    error, raised, saved, steps = same(said, "error", "raised", "saved", "steps")
+    assert (error, raised) == ("SnapshotAborted", [])
+    assert (saved, steps) == ([0, 2], [0, 3])  # it saves the last step first
+
+
+@each_size
 @pytest.mark.parametrize("what", ["goes_back", "save", "restore_latest", "restore"])
 def test_the_objection_of_one_is_raised_by_all(
     director: Director, tmp_path: Path, num_ranks: int, what: str
