@@ -165,8 +165,7 @@ def best(
     """Print the URL of the step with the best value of a metric. Exit code 3 if no step has it."""
     with errors():
         with _opened(root, option) as opened:
-            found = run(looking.best(opened, metric, "max" if max else "min"))
-            infos = run(looking.steps(opened, is_complete=False)) if found is None else []
+            found, infos = run(looking.best(opened, metric, "max" if max else "min"))
         if found is None:
             _require(infos, root)
             known = looking.metrics_of(infos)

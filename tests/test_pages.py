@@ -28,7 +28,7 @@ PAGES = {
     "howto/notebooks.md": 2,
     "howto/copy-and-verify.md": 1,
     "howto/operate.md": 0,
-    "howto/save-without-stalling.md": 1,
+    "howto/save-without-stalling.md": 2,
     "howto/read-without-actorsnap.md": 1,
     "migrate/safetensors.md": 2,
     "concepts/ownership.md": 1,

@@ -19,6 +19,7 @@ from actorsnap.manager import looking
 from actorsnap.manager.events import EventKind, EventReader, ManagerEvent
 from actorsnap.manager.looking import Until
 from actorsnap.manager.results import (
+    Given,
     ManagerSettings,
     Metrics,
     PruneReport,
@@ -261,13 +262,12 @@ class CheckpointManager(ManagerHandle):
                 step is saved nevertheless. All ranks raise it in the same call.
         Cancellation: As of ``Snapshot.async_take``.
         """
-        due = self._body.due(step, metrics)
+        given = Given(metrics, app_state, metadata)
+        due = self._body.due(step, given)
         if due is None:
             return Decision(step)
         reason, save = await run_async(
-            self._body.maybe_save(
-                step, due, metrics=metrics, app_state=app_state, metadata=metadata
-            ),
+            self._body.maybe_save(step, due, given),
         )
         from actorsnap.snapshot import PendingSnapshot
 
@@ -292,11 +292,9 @@ class CheckpointManager(ManagerHandle):
         save = await run_async(
             self._body.save(
                 step,
+                Given(metrics, app_state, metadata),
                 reason="save()",
                 is_async=False,
-                metrics=metrics,
-                app_state=app_state,
-                metadata=metadata,
             )
         )
         from actorsnap.snapshot import Snapshot
@@ -321,11 +319,9 @@ class CheckpointManager(ManagerHandle):
         save = await run_async(
             self._body.save(
                 step,
+                Given(metrics, app_state, metadata),
                 reason="async_save()",
                 is_async=True,
-                metrics=metrics,
-                app_state=app_state,
-                metadata=metadata,
             )
         )
         from actorsnap.snapshot import PendingSnapshot
@@ -545,8 +541,8 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def close(self, timeout_s: float = 60.0) -> None:
-        """Saves the last step if the policy (``every.last``) or a request says so, and waits for
-        pending saves.
+        """Saves the last step if the policy (``every.last``) or a request says so, with what
+        ``maybe_save`` got for it, and waits for pending saves.
 
         Args:
             timeout_s: Longest wait for deletions, in seconds. The next manager finishes the rest.

@@ -36,8 +36,8 @@ from actorsnap.manager.inbox import take_requests
 from actorsnap.manager.keeper import Keeper, Search, StepSearch, current_timeline
 from actorsnap.manager.noting import MetricNames, recall_best, stored_metadata
 from actorsnap.manager.results import (
+    Given,
     ManagerSettings,
-    Metrics,
     PruneReport,
     Restored,
     Status,
@@ -95,6 +95,7 @@ class ManagerBody:
         self._committed: int | None = None
         self._pending: collections.deque[tuple[StepName, Save]] = collections.deque()
         self._failure: ActorSnapError | None = None  # of an earlier save, to be raised
+        self._given: tuple[int, Given] | None = None  # with the last step, until it is saved
         self._keeper: Keeper | None = None
         self._is_closed = False
         self._continues_newest = False
@@ -120,13 +121,14 @@ class ManagerBody:
 
     # When
 
-    def due(self, step: int, metrics: Metrics) -> str | None:
+    def due(self, step: int, given: Given) -> str | None:
         """Returns why the step is to be saved; None: nothing is to be done. No I/O, no message."""
         step = check_training_step(step)
+        self._given = step, given
         is_first = self._seen is None
         objection = self._see(step)
         reason = "" if step == self._saved else self._settings.save.due(step, is_first=is_first)
-        has_more = self.asking.enter(metrics, is_due=bool(reason))
+        has_more = self.asking.enter(given.metrics, is_due=bool(reason))
         if reason or has_more:
             return reason
         if objection is not None:
@@ -144,44 +146,20 @@ class ManagerBody:
             "earlier step, call restore(step) first"
         )
 
-    def maybe_save(
-        self,
-        step: int,
-        reason: str,
-        *,
-        metrics: Metrics,
-        app_state: AppState | None,
-        metadata: Mapping[str, Any] | None,
-    ) -> Script[tuple[str, Save | None]]:
+    def maybe_save(self, step: int, reason: str, given: Given) -> Script[tuple[str, Save | None]]:
         """Saves if ``reason``, of ``due``, or rank 0 says so."""
         step = check_training_step(step)
-        asked = yield from self.asking.serve(metrics, is_due=bool(reason))
+        asked = yield from self.asking.serve(given.metrics, is_due=bool(reason))
         reason = ", ".join(filter(None, [reason, asked]))
         if not reason or step == self._saved:
             objection = self._see(step)
             if objection is not None:
                 raise objection
             return "", None
-        save = yield from self.save(
-            step,
-            reason=reason,
-            is_async=True,
-            metrics=metrics,
-            app_state=app_state,
-            metadata=metadata,
-        )
+        save = yield from self.save(step, given, reason=reason, is_async=True)
         return reason, save
 
-    def save(
-        self,
-        step: int,
-        *,
-        reason: str,
-        is_async: bool,
-        metrics: Metrics = None,
-        app_state: AppState | None = None,
-        metadata: Mapping[str, Any] | None = None,
-    ) -> Script[Save]:
+    def save(self, step: int, given: Given, *, reason: str, is_async: bool) -> Script[Save]:
         """Saves on all ranks. If async, returns when staged, else when committed and verified.
 
         Raises the failure of an earlier save at the end: a save that failed must not cost another.
@@ -202,8 +180,8 @@ class ManagerBody:
         try:
             begun_s = self.asking.begin_save(step, reason)
             try:
-                noted = partial(self._noted, reason, metrics, metadata)
-                save = yield from self._save(step, is_async, objection, noted, app_state)
+                noted = partial(self._noted, reason, given)
+                save = yield from self._save(step, is_async, objection, noted, given.app_state)
             except BaseException as error:
                 self.asking.abandon_save(step, error)
                 raise
@@ -216,11 +194,9 @@ class ManagerBody:
             yield from self.wait()
         return save
 
-    def _noted(
-        self, reason: str, metrics: Metrics, metadata: Mapping[str, Any] | None
-    ) -> dict[str, Any]:
+    def _noted(self, reason: str, given: Given) -> dict[str, Any]:
         best, common = self.asking.improvements.best, self._settings.metadata
-        noted = stored_metadata(reason, metrics, common, metadata, best)
+        noted = stored_metadata(reason, given.metrics, common, given.metadata, best)
         if self._is_keeper:
             self._metric_names.look_at_save(noted[METADATA_KEY].get("metrics", {}))
         return noted
@@ -275,6 +251,7 @@ class ManagerBody:
                 self._keeper.make_room()
             raise
         self._pending.append((name, save))
+        self._given = None
         if self._is_keeper:
             self._find_keeper().watch(name, save)
         return save
@@ -457,7 +434,9 @@ class ManagerBody:
             asked = yield from self.asking.agree_at_end()
             reason = ", ".join(filter(None, [reason, asked]))
         if reason and self._seen is not None and self._is_unsaved:
-            yield from self.save(self._seen, reason=reason, is_async=False)
+            step, given = self._given or (self._seen, Given())
+            given = given if step == self._seen else Given()
+            yield from self.save(self._seen, given, reason=reason, is_async=False)
 
     @property
     def _is_unsaved(self) -> bool:
@@ -597,9 +576,8 @@ class ManagerBody:
         return (yield from looking.latest_valid(self.places, level))
 
     def best(self, metric: str, mode: str) -> Script[StepInfo | None]:
-        found = yield from looking.best(self.places, metric, mode)
+        found, infos = yield from looking.best(self.places, metric, mode)
         if found is None:
-            infos = yield from looking.steps(self.places, is_complete=False)
             known = looking.metrics_of(infos)
             if known and metric not in known:
                 logger.warning(

@@ -62,8 +62,10 @@ def latest_valid(root: Root, level: str) -> Script[StepInfo | None]:
     return None
 
 
-def best(root: Root, metric: str, mode: str) -> Script[StepInfo | None]:
-    """Returns the step with the least (``"min"``) or greatest (``"max"``) value of a metric."""
+def best(root: Root, metric: str, mode: str) -> Script[tuple[StepInfo | None, list[StepInfo]]]:
+    """Returns the step with the least (``"min"``) or greatest (``"max"``) value of a metric, and
+    all steps of the run.
+    """
     sign = {"min": 1.0, "max": -1.0}.get(mode)
     if sign is None:
         raise UsageError(f'mode must be "min" or "max", not {mode!r}')
@@ -71,7 +73,7 @@ def best(root: Root, metric: str, mode: str) -> Script[StepInfo | None]:
         raise UsageError(f"metric must be a metric's name, not {metric!r}")
     infos = yield from steps(root, is_complete=False)
     known = [i for i in infos if not math.isnan(i.metrics.get(metric, math.nan))]
-    return min(known, key=lambda info: sign * info.metrics[metric], default=None)
+    return min(known, key=lambda info: sign * info.metrics[metric], default=None), infos
 
 
 def metrics_of(infos: Iterable[StepInfo]) -> list[str]:

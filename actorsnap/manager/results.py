@@ -24,6 +24,15 @@ Metrics = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 ``every.improvement`` rank 0 calls it for each step."""
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the trainer passes with a step. See ``CheckpointManager.maybe_save``."""
+
+    metrics: Metrics = None
+    app_state: AppState | None = None
+    metadata: Mapping[str, Any] | None = None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInfo:
     """A snapshot at the root.

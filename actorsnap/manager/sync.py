@@ -26,7 +26,7 @@ from actorsnap.manager import (
 )
 from actorsnap.manager.events import EventReader, ManagerEvent
 from actorsnap.manager.looking import Until
-from actorsnap.manager.results import Metrics
+from actorsnap.manager.results import Given, Metrics
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.script import blocking_facade, follow_sync, refuse_running_loop, run_sync
 from actorsnap.sync import PendingSnapshot, Snapshot
@@ -69,13 +69,12 @@ class CheckpointManager(ManagerHandle):
         metadata: Mapping[str, Any] | None = None,
     ) -> Decision:
         """See ``actorsnap.manager.CheckpointManager.maybe_save``."""
-        due = self._body.due(step, metrics)
+        given = Given(metrics, app_state, metadata)
+        due = self._body.due(step, given)
         if due is None:
             return Decision(step)
         reason, save = run_sync(
-            self._body.maybe_save(
-                step, due, metrics=metrics, app_state=app_state, metadata=metadata
-            ),
+            self._body.maybe_save(step, due, given),
             name="CheckpointManager.maybe_save",
         )
         return Decision(step, reason, None if save is None else PendingSnapshot(save))
@@ -92,11 +91,9 @@ class CheckpointManager(ManagerHandle):
         save = run_sync(
             self._body.save(
                 step,
+                Given(metrics, app_state, metadata),
                 reason="save()",
                 is_async=False,
-                metrics=metrics,
-                app_state=app_state,
-                metadata=metadata,
             ),
             name="CheckpointManager.save",
         )
@@ -114,11 +111,9 @@ class CheckpointManager(ManagerHandle):
         save = run_sync(
             self._body.save(
                 step,
+                Given(metrics, app_state, metadata),
                 reason="async_save()",
                 is_async=True,
-                metrics=metrics,
-                app_state=app_state,
-                metadata=metadata,
             ),
             name="CheckpointManager.async_save",
         )

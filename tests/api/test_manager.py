@@ -346,6 +346,48 @@ def test_a_failed_save_is_raised_by_the_next(root: Path) -> None:
     blocker.unlink()
 
 
+@pytest.mark.parametrize("is_asked", [False, True])
+def test_the_last_save_has_what_was_passed_with_its_step(root: Path, is_asked: bool) -> None:
+    state = {"own": StateDict(x=torch.zeros(3))}
+    saving = every.at([5]) if is_asked else every.at([5]) | every.last()
+    with CheckpointManager(root, save=saving) as manager:
+        for step in range(8):
+            state["own"]["x"].fill_(step)
+            given: dict[str, Any] = {"metrics": {"loss": 8.0 - step}, "metadata": {"at": step}}
+            manager.maybe_save(step, app_state=state, **given)
+        if is_asked:
+            manager.request()
+    assert [(info.step, info.metrics) for info in manager.steps()] == [
+        (5, {"loss": 3.0}),
+        (7, {"loss": 1.0}),
+    ]
+    latest = manager.latest()
+    assert latest is not None
+    assert Snapshot(latest.url).metadata["at"] == 7
+
+
+def test_an_explicit_save_does_not_lend_its_metrics_to_the_last(root: Path) -> None:
+    run = Run(root, save=every.at([5]) | every.last(), keep=keep.all())
+    with run.manager as manager:
+        manager.maybe_save(5, metrics={"loss": 1.0})
+        manager.save(6, metrics={"loss": 2.0})
+        manager.maybe_save(7)
+    assert [dict(info.metrics) for info in manager.steps()] == [{"loss": 1.0}, {"loss": 2.0}, {}]
+
+
+@pytest.mark.parametrize("metric", ["loss", "accuracy"])
+def test_best_lists_the_root_once(root: Path, metric: str) -> None:
+    tally = Tally()
+    with faulty(lambda inner: TallyStorage(inner, tally)):
+        run = Run(faulty_url(root))
+        run.train(0, 100, metrics={"loss": 1.0})
+        run.close()
+        before = len(tally.operations)
+        CheckpointManager(faulty_url(root)).best(metric, "min")
+        verbs = [operation.verb for operation in tally.operations[before:]]
+        assert verbs.count("list_folders") == 1
+
+
 @pytest.mark.parametrize("max_pending", [1, 2])
 @pytest.mark.parametrize("stage", ["eager", "lazy"])
 def test_the_call_that_raises_an_earlier_failure_saves_its_step(
