@@ -7,6 +7,7 @@ the others, which may also go through trio: ``@pytest.mark.parametrize("anyio_ba
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import logging
@@ -20,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from blockbuster import blockbuster_ctx
+from blockbuster import BlockBuster
 from hypothesis import HealthCheck, settings
 
 from actorsnap.runtime.host import Host
@@ -183,13 +184,24 @@ def _blockbuster(request: pytest.FixtureRequest) -> Iterator[None]:
     if request.node.get_closest_marker("blocking") is not None:
         yield
         return
-    with blockbuster_ctx("actorsnap", excluded_modules=["actorsnap.testing"]) as blockbuster:
-        # Looks into the kernel's memory only; a relative path is resolved when it is given.
-        blockbuster.functions["os.getcwd"].deactivate()
-        # A loop of its own, on a worker thread: there botocore may read its files.
-        for function in blockbuster.functions.values():
-            function.can_block_in("actorsnap/storage/s3_client.py", "_open_client")
+    blockbuster = _made_blockbuster()
+    blockbuster.activate()
+    # Looks into the kernel's memory only; a relative path is resolved when it is given.
+    blockbuster.functions["os.getcwd"].deactivate()
+    try:
         yield
+    finally:
+        blockbuster.deactivate()
+
+
+@functools.cache
+def _made_blockbuster() -> BlockBuster:
+    """Returns the only one: to make it takes longer than many a test."""
+    made = BlockBuster("actorsnap", excluded_modules=["actorsnap.testing"])
+    # A loop of its own, on a worker thread: there botocore may read its files.
+    for function in made.functions.values():
+        function.can_block_in("actorsnap/storage/s3_client.py", "_open_client")
+    return made
 
 
 class LeakCheck:

@@ -61,7 +61,7 @@ def test_quickstart_sync(tmp_path: Path) -> None:
     assert left_behind(tmp_path) == []
 
 
-@pytest.mark.slow  # test_managed kills and resumes, too
+@pytest.mark.slow  # test_managed_by_two_ranks kills and resumes, too
 @pytest.mark.parametrize("size", ["small", "demo"])
 def test_train_resume(tmp_path: Path, size: str) -> None:
     output = run("train_resume.py", "--size", size, cwd=tmp_path, timeout_s=600.0)
@@ -91,6 +91,7 @@ def test_fsdp_resume(tmp_path: Path) -> None:
         assert "step-00003 is committed" in found["said"][ranks]
 
 
+@pytest.mark.slow  # its parts: test_managed_after_its_end, test_managed_by_two_ranks
 def test_managed(tmp_path: Path) -> None:
     output = run("managed.py", "--steps", "25", cwd=tmp_path)
     assert "a save is in flight: SIGKILL" in output

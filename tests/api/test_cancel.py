@@ -40,6 +40,7 @@ from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import assert_idle, assert_whole, leftovers, number_at, number_of, state
 from tests.api.zygote import Zygote
 from tests.conftest import LeakCheck
+from tests.support.cases import slow
 
 LIMIT_S = 120.0
 FAST = Options(fsync=False)
@@ -496,20 +497,23 @@ def zygote() -> Zygote:
 
 
 def _interrupts() -> Iterator[Any]:
-    """All of it; what is not slow has each value."""
+    """At each operation; what is not slow has each value, at every third operation."""
     for overwrite, stalls, is_sync in itertools.product((False, True), repeat=3):
         how = "sync" if is_sync else "asyncio.run"
         names = ("replacing" if overwrite else "first", "stalled" if stalls else "slow", how)
-        is_fast = stalls is is_sync is not overwrite
-        marks = [] if is_fast else [pytest.mark.slow]
-        yield pytest.param(how, stalls, overwrite, id="-".join(names), marks=marks)
+        case, name = (how, stalls, overwrite), "-".join(names)
+        if stalls is is_sync is not overwrite:
+            yield pytest.param(*case, 3, id=f"{name}-some")
+        yield slow(*case, 1, id=name)
 
 
-@pytest.mark.parametrize(("how", "stalls", "overwrite"), [*_interrupts()])
-def test_ctrl_c(zygote: Zygote, tmp_path: Path, how: str, stalls: bool, overwrite: bool) -> None:
+@pytest.mark.parametrize(("how", "stalls", "overwrite", "step"), [*_interrupts()])
+def test_ctrl_c(
+    zygote: Zygote, tmp_path: Path, how: str, stalls: bool, overwrite: bool, step: int
+) -> None:
     before = 1 if overwrite else None
     verbs = []
-    for at in itertools.count(1):
+    for at in itertools.count(1, step):
         url = str(tmp_path / str(at))
         if overwrite:
             assert zygote.call("save", url=url, number=1).result() == ""
@@ -533,7 +537,7 @@ def test_ctrl_c(zygote: Zygote, tmp_path: Path, how: str, stalls: bool, overwrit
         assert found["again"] == "", found
         assert (found["then"], found["left_then"]) == (3, []), found
         assert found["threads_at_end"] == [], found
-    assert len(verbs) > 9
+    assert len(verbs) > 9 // step
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

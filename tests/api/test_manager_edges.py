@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from actorsnap import StateDict, UsageError
 from actorsnap import manager as asynchronous
 from actorsnap.manager import EventKind, StepName, every, keep, notices
 from actorsnap.manager.sync import CheckpointManager
+from tests.support import forker
 
 NEVER = every.steps(10**6, offset=10**5)
 
@@ -100,13 +100,14 @@ if sys.argv[2] == "request":
 """
 
 
+@pytest.mark.usefixtures("forker")
 @pytest.mark.parametrize(
     ("how", "what"), [("request", "before the upgrade"), ("last", "last step"), ("none", "")]
 )
 def test_a_manager_that_is_never_closed_says_what_it_did_not_save(
     tmp_path: Path, how: str, what: str
 ) -> None:
-    command = [sys.executable, "-c", NOT_CLOSED, str(tmp_path / "run"), how]
+    command = forker.command("-c", NOT_CLOSED, str(tmp_path / "run"), how)
     ended = subprocess.run(command, capture_output=True, text=True, check=True)
     assert ("was not closed" in ended.stderr) == bool(what)
     assert what in ended.stderr

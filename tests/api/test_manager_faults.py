@@ -45,7 +45,7 @@ def zygote() -> Iterator[Zygote]:
 @pytest.mark.parametrize(
     ("when", "writes_only", "stride"),
     [
-        ("after", True, 5),
+        ("after", True, 8),
         pytest.param("before", True, 1, marks=slow),
         pytest.param("after", True, 1, marks=slow),
         pytest.param("before", False, 1, marks=slow),

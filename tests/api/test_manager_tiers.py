@@ -638,7 +638,7 @@ def zygote() -> Iterator[Zygote]:
 @pytest.mark.parametrize(
     ("when", "writes_only", "stride"),
     [
-        ("after", True, 17),
+        ("after", True, 29),
         pytest.param("after", True, 1, marks=slow),
         pytest.param("before", False, 1, marks=slow),
     ],

@@ -42,12 +42,12 @@ def committed(path: Path) -> int:
 def test_a_large_save_and_a_small_one(tmp_path: Path, ways: tuple[Options, Options]) -> None:
     """The small one would be faster."""
     warm_up(1 << 20, options=PROCESS)
-    for number in range(3):
+    for number in range(2):
         pending = [
             Snapshot.async_take(
                 tmp_path / "s", app(2 * number + n, count), overwrite=True, options=options
             )
-            for n, (count, options) in enumerate(zip((40 << 20, 1), ways, strict=True))
+            for n, (count, options) in enumerate(zip((16 << 20, 1), ways, strict=True))
         ]
         for one in pending:
             one.wait()

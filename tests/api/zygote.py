@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,16 @@ __all__ = ["Ending", "Zygote"]
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 180
 """A child that hangs is killed by SIGALRM after so long."""
+
+_IMPORTS = (
+    "_strptime",
+    "anyio._backends._asyncio",
+    "anyio.to_thread",
+    "actorsnap.manager.body",
+    "actorsnap.runtime.offloaded_copy",
+    "actorsnap.storage.fs",
+)
+"""What most children import when they first need it."""
 
 
 @dataclass(frozen=True)
@@ -61,14 +71,15 @@ class Zygote:
 
     Args:
         module: Where the functions are that children call.
+        imports: What children import later, for example the backend of a storage.
     """
 
-    def __init__(self, module: str = "tests.api.children") -> None:
-        self._module = module
+    def __init__(self, module: str = "tests.api.children", imports: Sequence[str] = ()) -> None:
+        self._modules = (module, *imports)
 
     def __enter__(self) -> Zygote:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.api.zygote", self._module],
+            [sys.executable, "-m", "tests.api.zygote", *self._modules],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -137,7 +148,7 @@ def _run_forked(function: Callable[..., Any], arguments: dict[str, Any]) -> dict
 
 
 def _main() -> None:
-    children = importlib.import_module(sys.argv[1])
+    children, *_ = [importlib.import_module(name) for name in (*sys.argv[1:], *_IMPORTS)]
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what children print must not look like an answer
     for line in sys.stdin:

@@ -63,6 +63,7 @@ def test_each_way_in(store: Store) -> None:
     assert "installed/.metadata" in keys_of(store, bucket)
 
 
+@pytest.mark.few
 @pytest.mark.parametrize("save", [dcp.save, ours.save], ids=["torch", "ours"])
 def test_overwriting_and_failing(store: Store, store_proxy: FaultProxy, save: Any) -> None:
     bucket, options = store.make_bucket(), store.storage_options()

@@ -26,6 +26,7 @@ from actorsnap.format.compression import (
     unshuffle,
     width_for,
 )
+from tests.support.cases import examples
 
 WIDTHS = (1, 2, 4, 8, 16)
 zstd = compression._zstd()  # whichever this Python has
@@ -95,7 +96,7 @@ def test_items_of_other_sizes_are_not_shuffled(itemsize: int) -> None:
 
 
 @given(st.integers(0, 8 * 200), st.sampled_from(WIDTHS))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_flipped_bit_is_found(bit: int, width: int) -> None:
     data = bytes(range(100)) * 3
     frame = packed(data, width=width)
@@ -105,7 +106,7 @@ def test_a_flipped_bit_is_found(bit: int, width: int) -> None:
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_bytes_that_are_signed_but_wrong_do_no_harm(data: st.DataObject) -> None:
     """As if somebody meant it: the checksum fits, what it covers is cut or bent."""
     body = bytearray(zstd.compress(bytes(range(250)) * 20, level=3))

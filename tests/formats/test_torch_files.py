@@ -10,7 +10,6 @@ import pickle
 import random
 import struct
 import subprocess
-import sys
 import tempfile
 import zipfile
 from pathlib import Path
@@ -24,6 +23,7 @@ from actorsnap import Options, Snapshot, UsageError
 from actorsnap.errors import FormatError
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit
 from tests.formats.checkpoints import is_same, make_model, training_state
+from tests.support import forker
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant:UserWarning")
 
@@ -297,6 +297,7 @@ async def test_damage_in_a_line(tmp_path: Path, name: str) -> None:
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.usefixtures("forker")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_a_file_that_may_not_be_read() -> None:
     child = (
@@ -308,7 +309,7 @@ def test_a_file_that_may_not_be_read() -> None:
         Path(name).chmod(0o755)
         save({"w": torch.ones(3)}, Path(name) / "x.pt")
         (Path(name) / "x.pt").chmod(0)
-        command = [sys.executable, "-c", child, name]
+        command = forker.command("-c", child, name)
         done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert "Permission denied" in done.stdout, done.stderr[-500:]
     assert "'x.pt'" in done.stdout

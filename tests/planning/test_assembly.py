@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actorsnap.planning.assembly import Assembly, Fragment, Origin, Write
+from tests.support.cases import examples
 
 ORIGINS = st.lists(
     st.tuples(st.sampled_from("ab"), st.integers(0, 50), st.integers(0, 60)), max_size=3
@@ -33,7 +34,7 @@ def bytes_of(assembly: Assembly, start: int, stop: int) -> list[tuple[str, int] 
     return found[start:stop]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 @given(fragments(), st.integers(1, 40), st.integers(1, 70), st.booleans())
 def test_writes(made: list[Fragment], least: int, chunk: int, copies: bool) -> None:
     assembly = Assembly(made)

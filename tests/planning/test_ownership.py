@@ -55,6 +55,7 @@ from actorsnap.planning.ownership import OwnerIndex, held_boxes, owners_of
 from actorsnap.planning.packing import Item, ObjectPlan, PackingRules, pack
 from actorsnap.planning.save import plan_save
 from actorsnap.state.sources import Captured, HostMemory, Leaf
+from tests.support.cases import examples
 
 ATTEMPT = "20260101T000000-0123abcd-1-89abcdef"
 MIB = 1 << 20
@@ -248,7 +249,7 @@ def boxes_in(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_owners_by_the_index_are_those_of_all_manifests(data: st.DataObject) -> None:
     draw = data.draw
     size = draw(st.integers(2, 12), "world")
@@ -305,7 +306,7 @@ def test_owners_by_the_index_are_those_of_all_manifests(data: st.DataObject) -> 
 
 
 @given(st.data())
-@settings(max_examples=300)
+@settings(max_examples=examples(300))
 def test_lookups_where_several_axes_cut_one_dim(data: st.DataObject) -> None:
     size = data.draw(st.integers(1, 60))
     counts = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))

@@ -38,6 +38,7 @@ from tests.planning.test_ownership import (
     layouts,
     stored_again,
 )
+from tests.support.cases import examples
 
 
 class Reader:
@@ -108,7 +109,7 @@ def places(index: Index, entry: Any) -> Any:
 
 
 @given(st.data(), st.booleans())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(300), deadline=None)
 def test_a_part_of_the_index_is_that_part_of_all_of_it(data: st.DataObject, is_older: bool) -> None:
     draw = data.draw
     size = draw(st.integers(2, 10), "world")

@@ -31,6 +31,7 @@ from actorsnap.state.distributed import Describer, Sharding
 from actorsnap.state.sources import Leaf
 from actorsnap.state.stateful import StateDict
 from tests.state.test_tensors import raw
+from tests.support.cases import examples
 
 RANK = 4
 PLACEMENTS = (
@@ -225,7 +226,7 @@ class Forgetful(Describer):
 
 def taken_slowly(state: State) -> Any:
     with (
-        mock.patch.object(capturing, "host_address", return_value=0),
+        mock.patch.object(capturing, "plain_address", return_value=0),
         mock.patch.object(distributed, "host_address", return_value=0),
         mock.patch.object(capturing, "Describer", Forgetful),
     ):
@@ -254,7 +255,7 @@ def check_values(state: State, found: Any) -> None:
         assert (each.shape, each.layout) == (described.global_shape, described.layout)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 @given(st.lists(st.sampled_from(NAMES), min_size=1, max_size=12), st.integers(0, 2**32))
 def test_each_capture_is_of_the_state_as_it_is(names: list[str], seed: int) -> None:
     state: State = {}

@@ -7,8 +7,17 @@ from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from hypothesis import settings
 
-__all__ = ["mostly_slow", "slow"]
+__all__ = ["examples", "mostly_slow", "slow"]
+
+
+def examples(number: int) -> int:
+    """Number of examples of a property: in `make test` a quarter of those in `make test-all`."""
+    default = settings.default
+    assert default is not None
+    is_fast = default.max_examples < 100  # see pytest_configure in tests/conftest.py
+    return number // 4 if is_fast else number
 
 
 def slow(*values: Any, id: str | None = None) -> Any:
