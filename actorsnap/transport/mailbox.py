@@ -28,6 +28,8 @@ logger = Log(__name__)
 PIECE_BYTES = 4 << 20
 """Maximum payload of a frame. The server closes a connection that sends over 8 MiB."""
 
+STORE_ENDED = "its host, rank 0 or torchrun, has most likely ended. Start the job again"
+
 _FOREVER = timedelta(days=365)
 """torch prints a warning each time a timeout expires."""
 
@@ -353,4 +355,4 @@ def _explain(error: Exception) -> str:
             "give each of them a PrefixStore"
         )
     text = text_of(error).split("\n", 1)[0][:200]
-    return f"the job's store stopped working ({kind}: {text})"
+    return f"the job's store stopped working: {STORE_ENDED} ({kind}: {text})"

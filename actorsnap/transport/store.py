@@ -46,6 +46,7 @@ from actorsnap.protocol.messages import FromCoordinator, ToCoordinator
 from actorsnap.transport.ends import Began, Broken, PeerLost
 from actorsnap.transport.invitations import Invitations
 from actorsnap.transport.mailbox import (
+    STORE_ENDED,
     Beat,
     Delivered,
     Fault,
@@ -143,7 +144,8 @@ class _End:
             self._asked_s = now
         connect_s = self._port._connect_s
         if not self._port.is_connected and now - self._asked_s > connect_s:
-            self.put(Broken(reason=f"the job's store has not answered for {connect_s:g} s"))
+            reason = f"the job's store has not answered for {connect_s:g} s: {STORE_ENDED}"
+            self.put(Broken(reason=reason))
         silent = [
             (rank, now - heard)
             for rank, heard in self._heard.items()

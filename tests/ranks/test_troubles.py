@@ -44,6 +44,7 @@ def test_the_store_goes_away(director: Director, tmp_path: Path) -> None:
         assert rank["error"] == "SnapshotAborted"
         # Who notices at once, between the saves, tries to connect again.
         assert "the job's store" in rank["text"]
+        assert "its host, rank 0 or torchrun, has most likely ended" in rank["text"]
         assert rank["seconds"] < 60
     check_whole(tmp_path / "s", 3)
 
