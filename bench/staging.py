@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from actorsnap.planning.packing import Piece
-from actorsnap.state.sources import HostMemory, gather
+from actorsnap.state.sources import Gathering, HostMemory, gather
 from bench.local import OURS, Contest, Need, Setting, emit, facts_of, note, ratio
 from bench.state import small, state_bytes
 
@@ -44,7 +44,8 @@ def row_gather(setting: Setting) -> None:
         return run
 
     def ours(items: Sequence[int], memory: memoryview) -> None:
-        gather(sources, [Piece(i, 0, 4096) for i in items], memory, lambda pinner: None)
+        pieces = [Piece(i, 0, 4096) for i in items]
+        gather([Gathering(sources, pieces, memory, lambda pinner: None)])
 
     def views(items: Sequence[int], memory: memoryview) -> None:
         for number, i in enumerate(items):

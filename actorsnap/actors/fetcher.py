@@ -25,7 +25,7 @@ from actorsnap.format.manifest import BytesEntry, RankManifest, Stored, TensorEn
 from actorsnap.planning.index import Index, ShardedEntry
 from actorsnap.planning.restore import ChunkMap, Extent, Range, Read, chunk_maps, plan_reads
 from actorsnap.planning.transfers import ReadQueue
-from actorsnap.state.sources import ByteSink
+from actorsnap.state.sources import ByteSink, Cut, scatter
 from actorsnap.storage.base import RunBlocking, Storage
 
 _MAX_VIEWS = 256
@@ -302,17 +302,16 @@ class FetcherPool:
 
     def _deliver(self, requests: Sequence[RangeRequest], read: Read, memory: memoryview) -> None:
         at = 0
+        cuts: list[Cut] = []
         for gap, part in zip(read.gaps, read.parts, strict=True):
             at += gap
-            view = memory[at : at + part.stop - part.start]
-            at += len(view)
+            nbytes = part.stop - part.start
             request = requests[part.request]
             if self.verify and (block_bytes := _block_bytes(request)):
-                _verify(request, part.start, view, block_bytes)
-            if request.sink.is_addressable:
-                request.sink.view(part.start, part.stop)[:] = view
-            else:
-                request.sink.copy_from(part.start, view)
+                _verify(request, part.start, memory[at : at + nbytes], block_bytes)
+            cuts.append(Cut(request.sink, part.start, at, nbytes))
+            at += nbytes
+        scatter(memory, cuts)
 
 
 def _is_addressable(requests: Sequence[RangeRequest], read: Read) -> bool:

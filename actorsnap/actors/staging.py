@@ -17,13 +17,21 @@ from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder, Row, Wait, Work
 from actorsnap.planning.packing import Chunk, ObjectPlan
 from actorsnap.protocol.save import Assignment
-from actorsnap.state.sources import ByteSource, Leaf, PartSource, gather
+from actorsnap.state.sources import ByteSource, Gathering, Leaf, PartSource, gather
 from actorsnap.storage.base import RunBlocking
 
 _MAX_COPIED_BYTES = 48 << 20
 """Limit of copies in a blocking save, apart from the budget. The trainer does not wait for a copy
 as such: more would only use memory.
 """
+
+_TURN_BYTES = 128 << 20
+"""Least size of the chunks that a thread copies from devices at once. One of 16 MiB takes 0.3 ms on
+the bus: threads and the event loop would hand the GIL to each other for longer.
+"""
+
+_DEVICE_COPIERS = 2
+"""Threads that copy from devices: one begins its copies while those of the other are made."""
 
 
 @dataclass(eq=False, repr=False)
@@ -50,6 +58,8 @@ class StagingActor:
     _order: StagingOrder = field(init=False)
     _room: anyio.Semaphore = field(init=False)
     _sources: Sequence[Sequence[ByteSource]] = field(default=(), init=False)
+    _has_turns: bool = field(default=False, init=False)
+    _largest_bytes: int = field(default=0, init=False)
 
     def prepare(self, assignment: Assignment) -> None:
         """Does nothing."""
@@ -63,15 +73,20 @@ class StagingActor:
         """
         self._order = order
         largest = max([chunk.stop - chunk.start for chunk in order.chunks], default=1)
+        self._largest_bytes = largest
         self._room = anyio.Semaphore(max(2, _MAX_COPIED_BYTES // max(1, largest)))
         chunks = iter(order.chunks)
         fence = self.fence
+        self._has_turns = self.copies and fence is None and _is_on_devices(self.leaves)
+        num_copiers = self.num_copiers
+        if self._has_turns:
+            num_copiers = min(num_copiers, _DEVICE_COPIERS)
         try:
             self._sources = [_sources_of(plan, self.leaves) for plan in order.objects]
             if fence is not None:
                 fence.plan(order.objects, order.chunks)
             async with order.out, anyio.create_task_group() as tasks:
-                for copier in range(self.num_copiers):
+                for copier in range(num_copiers):
                     tasks.start_soon(self._stage_next, chunks, copier)
             if fence is not None:
                 fence.check()
@@ -90,17 +105,22 @@ class StagingActor:
     async def _stage_next(self, chunks: Iterator[Chunk], copier: int) -> None:
         with self.recorder.row("staging") as row:
             while (chunk := await self._next(chunks, copier)) is not None:
-                staged = await self._stage(chunk, row)
+                staged = await self._stage(chunk, chunks, row)
                 try:
-                    if self.fence is not None:
-                        self.fence.finish(chunk)
-                    await self._order.out.send(staged)
+                    while staged:
+                        await self._send(staged[0])
+                        del staged[0]
                 except BaseException:
-                    if staged.lease is not None:
-                        staged.lease.release()
+                    _release(staged)
                     raise
-                self.board.add(staged=chunk.stop - chunk.start)
                 self._note_sent(row)
+
+    async def _send(self, staged: StagedChunk) -> None:
+        chunk = staged.chunk
+        if self.fence is not None:
+            self.fence.finish(chunk)
+        await self._order.out.send(staged)
+        self.board.add(staged=chunk.stop - chunk.start)
 
     def _note_sent(self, row: Row) -> None:
         row.note(Wait.ROOM)
@@ -108,7 +128,33 @@ class StagingActor:
         self.recorder.sample("staged chunks", lambda: out.statistics().current_buffer_used)
         self.recorder.sample("leased bytes", lambda: self.budget.leased_bytes)
 
-    async def _stage(self, chunk: Chunk, row: Row) -> StagedChunk:
+    async def _stage(self, chunk: Chunk, chunks: Iterator[Chunk], row: Row) -> list[StagedChunk]:
+        """Stages a chunk, and more of ``chunks`` if devices copy them."""
+        first: Chunk | None = chunk
+        staged: list[StagedChunk] = []
+        gatherings: list[Gathering] = []
+        nbytes = 0
+        try:
+            while first is not None:
+                each, gathering = await self._prepare(first)
+                staged.append(each)
+                if gathering is not None:
+                    gatherings.append(gathering)
+                nbytes += first.stop - first.start
+                may_add = self._has_turns and nbytes < _TURN_BYTES
+                may_add = may_add and not self.budget.would_wait(self._largest_bytes)
+                first = next(chunks, None) if may_add else None
+            if gatherings:
+                row.note(Wait.MEMORY)
+                key = self._order.objects[chunk.object].key
+                copy = row.around(gather, Work.STAGE, key, chunk.start, nbytes)
+                await self.run_blocking(copy, gatherings)
+        except BaseException:
+            _release(staged)
+            raise
+        return staged
+
+    async def _prepare(self, chunk: Chunk) -> tuple[StagedChunk, Gathering | None]:
         plan = self._order.objects[chunk.object]
         sources = self._sources[chunk.object]
         pieces = list(plan.pieces(chunk))
@@ -118,18 +164,12 @@ class StagingActor:
             sources[piece.item].is_addressable for piece in pieces
         )
         if can_be_read_in_place or not pieces:
-            return StagedChunk(chunk, head, pieces, sources, None)
+            return StagedChunk(chunk, head, pieces, sources, None), None
         if self.budget.would_wait(nbytes):
             self._order.may_store.set()
         lease = await self._lease(nbytes)
-        row.note(Wait.MEMORY)
-        copy = row.around(gather, Work.STAGE, plan.key, chunk.start, chunk.stop - chunk.start)
-        try:
-            await self.run_blocking(copy, sources, pieces, lease.view, lease.pin)
-        except BaseException:
-            lease.release()
-            raise
-        return StagedChunk(chunk, head, pieces, (), lease)
+        gathering = Gathering(sources, pieces, lease.view, lease.pin)
+        return StagedChunk(chunk, head, pieces, (), lease), gathering
 
     async def _lease(self, nbytes: int) -> Lease:
         if self.copies:
@@ -142,6 +182,18 @@ class StagingActor:
             raise
         lease.on_release = self._room.release
         return lease
+
+
+def _release(staged: Sequence[StagedChunk]) -> None:
+    for each in staged:
+        if each.lease is not None:
+            each.lease.release()
+
+
+def _is_on_devices(leaves: Sequence[Leaf]) -> bool:
+    """Whether devices hold most of the bytes."""
+    there = [leaf.item.nbytes for leaf in leaves if getattr(leaf.source, "copier", None)]
+    return 2 * sum(there) > sum([leaf.item.nbytes for leaf in leaves])
 
 
 def _sources_of(plan: ObjectPlan, leaves: Sequence[Leaf]) -> list[ByteSource]:

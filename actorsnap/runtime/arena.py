@@ -13,10 +13,12 @@ pinned, not segments.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import mmap
 import os
 import threading
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,6 +31,9 @@ logger = Log(__name__)
 _MIN_CLASS_BYTES = 1 << 16
 _SEGMENT_BYTES = 1 << 28
 """Size of the first segment."""
+
+_WARMING_THREADS = 4
+"""1 GiB takes them 0.24 s, one thread 0.61 s, eight 0.35 s."""
 
 
 @dataclass(slots=True, eq=False)
@@ -175,6 +180,7 @@ class Arena:
         if block.pinner is not None or not self._pins:
             return
         try:
+            _populate(block.view(block.size))  # pinning fresh pages takes twice as long
             pinner.pin(block.address, block.size)
         except OSError as error:
             self._pins = False
@@ -197,11 +203,16 @@ class Arena:
             for size in sizes:
                 if self.lent_bytes + block_bytes(size) > self.limit_bytes:
                     break
-                view = self.allocate(size)
-                views.append(view)
-                view[:: mmap.PAGESIZE] = bytes(-(-len(view) // mmap.PAGESIZE))
+                views.append(self.allocate(size))
+
+            def touch(view: memoryview) -> None:
+                _populate(view)
                 if pinner is not None:
                     self.pin(view, pinner)
+
+            with ThreadPoolExecutor(_WARMING_THREADS) as pool:
+                for _ in pool.map(touch, views):
+                    pass
         finally:
             for view in views:
                 self.free(view)
@@ -297,6 +308,20 @@ def _segment(offset: int) -> tuple[int, int]:
 
 def block_bytes(nbytes: int) -> int:
     return max(_MIN_CLASS_BYTES, 1 << (nbytes - 1).bit_length()) if nbytes else _MIN_CLASS_BYTES
+
+
+def _populate(memory: memoryview) -> None:
+    """Makes the kernel provide all pages at once, without the GIL; changes no byte."""
+    address = int(np.frombuffer(memory, np.uint8).ctypes.data)
+    if _libc.madvise(address, len(memory), _MADV_POPULATE_WRITE) != 0:  # Linux before 5.14
+        pages = memory[:: mmap.PAGESIZE]
+        pages[:] = bytes(pages)
+
+
+_libc = ctypes.CDLL(None)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+_MADV_POPULATE_WRITE = 23
 
 
 def _map_private(size: int) -> mmap.mmap:

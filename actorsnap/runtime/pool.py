@@ -125,15 +125,15 @@ class WorkerPool:
             while (job := self._jobs.get(timeout=idle_s)) is not None:
                 self._busy_since[this] = time.monotonic()
                 fn, args, done = job
+                result, failure = None, None
                 try:
                     result = fn(*args)
                 except BaseException as error:
-                    done(None, error)
-                else:
-                    done(result, None)
-                # Idle workers must keep no tensors.
-                del job, fn, args, done
-                result = None
+                    failure = error
+                # Who is told may change the tensors, and free them: this thread must not keep them.
+                del job, fn, args
+                done(result, failure)
+                del done, result, failure
                 del self._busy_since[this]
         self._threads.discard(this)
 

@@ -50,11 +50,12 @@ from actorsnap.state.tensors import (
     DTYPE_NAMES,
     PLAIN_TYPES,
     DeviceSource,
+    FlatDeviceSource,
     StridedMemory,
     as_bytes,
-    host_address,
     is_addressable,
     memory_format_of,
+    plain_address,
     refusal,
     storage_bytes,
     tensor_type,
@@ -443,7 +444,7 @@ class _Collector:
             self._repeating.append(len(self._parts))
 
     def _add_tensor(self, path: str, tensor: torch.Tensor, replicated: bool) -> None:
-        start = host_address(tensor)
+        start = plain_address(tensor)
         if not start and (tensor.is_nested or is_composite(tensor) or not tensor.is_cpu):
             why = refusal(tensor)
             if why is not None:
@@ -478,7 +479,7 @@ class _Collector:
             self._add_dense(
                 part_path(path, name),
                 part,
-                host_address(part),
+                plain_address(part),
                 "tensor",
                 False,
                 replicated,
@@ -495,7 +496,7 @@ class _Collector:
         replicated: bool,
         is_whole: bool = False,
     ) -> None:
-        """``start``: see ``host_address``."""
+        """``start``: see ``plain_address``."""
         name, itemsize = DTYPE_NAMES[tensor.dtype], tensor.itemsize
         nbytes = tensor.nbytes
         item = Item(
@@ -504,9 +505,13 @@ class _Collector:
         source: ByteSource
         if nbytes == 0:
             source = HostMemory(0, 0, None)
-        elif start:  # nearly all tensors: nothing here may be slow
+        elif start and tensor.is_cpu:  # nearly all tensors: nothing here may be slow
             source = HostMemory(start, nbytes, tensor)
             self._cpu.add(len(self._parts), start, start + nbytes)
+        elif start and devices.calls.has(tensor):  # nor here
+            device = tensor.device
+            source = FlatDeviceSource(tensor, self._lane(device))
+            self._extents[device].add(len(self._parts), start, start + nbytes)
         elif (why := refusal(tensor)) is not None:
             self._refuse(path, why)
             return
@@ -584,20 +589,25 @@ class _Collector:
         return found[1]
 
     def _source(self, tensor: torch.Tensor) -> ByteSource:
-        if start := host_address(tensor):
-            return HostMemory(start, tensor.nbytes, tensor)
+        if start := plain_address(tensor):
+            if tensor.is_cpu:
+                return HostMemory(start, tensor.nbytes, tensor)
+            if devices.calls.has(tensor):
+                return FlatDeviceSource(tensor, self._lane(tensor.device))
         return as_bytes(tensor) if is_addressable(tensor) else self._copied(tensor)
 
     def _copied(self, tensor: torch.Tensor) -> StridedMemory:
-        device = tensor.device
         if devices.calls.has(tensor):
-            lane = self._lanes.get(device)
-            if lane is None:
-                lane = self._lanes[device] = devices.Lane(devices.calls, device)
-            return DeviceSource(tensor, lane)
+            return DeviceSource(tensor, self._lane(tensor.device))
         if not tensor.is_cpu:
-            self._waits.add(device)
+            self._waits.add(tensor.device)
         return StridedMemory(tensor)
+
+    def _lane(self, device: torch.device) -> devices.Lane:
+        lane = self._lanes.get(device)
+        if lane is None:
+            lane = self._lanes[device] = devices.Lane(devices.calls, device)
+        return lane
 
     def _members(self, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
         """Returns the group ranks of global ranks, rising; None means all."""
@@ -686,7 +696,7 @@ class _Collector:
         if isinstance(leaf.source, HostMemory):
             shape = leaf.item.shape
             return Region(leaf.source.address, leaf.item.itemsize, shape, c_strides(shape))
-        assert isinstance(leaf.source, StridedMemory)
+        assert isinstance(leaf.source, StridedMemory | FlatDeviceSource)
         region = region_of(leaf.source.owner)
         assert region is not None
         return region
@@ -781,7 +791,7 @@ def _span(group: sharing.AliasGroup, members: Sequence[Leaf]) -> ByteSource | No
             return HostMemory(group.start, size, sources)
         raw = storage_bytes(owner, group.start, size)
         if raw is not None:
-            is_packed = isinstance(source, DeviceSource)
+            is_packed = isinstance(source, DeviceSource | FlatDeviceSource)
             return DeviceSource(raw, source.copier) if is_packed else StridedMemory(raw)
     # Storages overlap by other means than torch's: each is stored separately.
     return None

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All calls to devices; copies from CUDA to the host (``docs/decisions/0013-staging-copies.md``).
+"""All calls to devices; copies between CUDA and host (``docs/decisions/0013-staging-copies.md``).
 
 Another kind of device needs a class like ``Cuda`` here, a choice between them in place of
 ``calls``, and states of random generators.
 
 - *Order.* ``Lane.mark`` records events on the caller's streams. Copies run on one other stream per
-  device, which waits for them. Only worker threads wait for a device.
+  device, which waits for them. Restores copy within the caller's stream. Only worker threads wait
+  for a device.
 - *Device memory.* Tensors stay alive until their copies end; ``record_stream`` would delay reuse
   for longer. Slabs belong to the copy stream and are reused in its order.
 - *Few copies.* Large contiguous tensors are copied directly; others are packed into a slab.
@@ -24,7 +25,7 @@ from typing import Any, Final
 import torch
 
 from actorsnap.log import Log
-from actorsnap.state.sources import Cut, Pinner
+from actorsnap.state.sources import Cut, Pinner, writable
 
 _log = Log(__name__)
 
@@ -82,12 +83,48 @@ class Lane:
                 raise
 
 
+class Writer:
+    """Copies to one device, in the stream that was the caller's when this was made."""
+
+    def __init__(self, calls: Cuda, device: torch.device) -> None:
+        self._calls = calls
+        self._device = device
+        self._entered = calls.current(device)
+        self.pinner: Pinner = calls.pinner(device)
+
+    def write(self, memory: memoryview, cuts: Sequence[Cut]) -> None:
+        """Copies from ``memory``; blocks until that ends. For worker threads.
+
+        Args:
+            cuts: Of ``tensors.DeviceSink``, ascending by ``at``.
+        """
+        host = torch.frombuffer(writable(memory), dtype=torch.uint8)
+        with self._entered():
+            slabs = [self._send(host, run) for run in _runs(cuts)]
+            mark = self._calls.mark(self._device)
+        mark.wait()
+        del slabs  # until now, work in the stream may use them
+
+    def _send(self, host: torch.Tensor, run: Sequence[Cut]) -> torch.Tensor | None:
+        first, last = run[0], run[-1]
+        part = host[first.at : last.at + last.nbytes]
+        if len(run) > 1:
+            with contextlib.suppress(torch.OutOfMemoryError):  # then one by one
+                slab = self._calls.slab(part, self._device)
+                pieces = slab.split([cut.nbytes for cut in run])
+                torch._foreach_copy_([_flat(cut) for cut in run], list(pieces))
+                return slab
+        for cut in run:
+            _flat(cut).copy_(host[cut.at : cut.at + cut.nbytes], non_blocking=True)
+        return None
+
+
 def _runs(cuts: Iterable[Cut]) -> Iterator[list[Cut]]:
     """Yields cuts to copy at once: a large one, or neighbours that fit a slab."""
     run: list[Cut] = []
     end = 0
     for cut in _fitting(cuts):
-        is_flat = cut.source.flat is not None
+        is_flat = cut.source.is_flat
         first = run[0].at if run else cut.at
         if run and (
             cut.at != end
@@ -115,12 +152,12 @@ def _fitting(cuts: Iterable[Cut]) -> Iterator[Cut]:
 
 
 def _is_direct(cut: Cut) -> bool:
-    return cut.nbytes >= _DIRECT_BYTES and cut.source.flat is not None
+    return cut.nbytes >= _DIRECT_BYTES and cut.source.is_flat
 
 
 def _bring(stream: CudaStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
     first, last = run[0], run[-1]
-    are_flat = all([cut.source.flat is not None for cut in run])
+    are_flat = all([cut.source.is_flat for cut in run])
     slab = None
     if len(run) > 1 or not are_flat:
         try:
@@ -132,7 +169,7 @@ def _bring(stream: CudaStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
         for cut in run:
             stream.copy(host[cut.at : cut.at + cut.nbytes], _flat(cut))
         return
-    for is_flat, group in groupby(run, lambda cut: cut.source.flat is not None):
+    for is_flat, group in groupby(run, lambda cut: cut.source.is_flat):
         cuts = list(group)
         if is_flat:
             start, stop = cuts[0].at - first.at, cuts[-1].at + cuts[-1].nbytes - first.at
@@ -147,7 +184,7 @@ def _bring(stream: CudaStream, host: torch.Tensor, run: Sequence[Cut]) -> None:
 
 def _flat(cut: Cut) -> torch.Tensor:
     flat: torch.Tensor = cut.source.flat
-    return flat[cut.start : cut.start + cut.nbytes]
+    return flat if cut.nbytes == len(flat) else flat[cut.start : cut.start + cut.nbytes]
 
 
 class Cuda:
@@ -170,7 +207,14 @@ class Cuda:
 
         Raises ``torch.OutOfMemoryError``.
         """
-        return tensor.clone()
+        return tensor.detach().clone()
+
+    def slab(self, memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns a copy on a device, made on the caller's stream; ``memory`` must live until then.
+
+        Raises ``torch.OutOfMemoryError``.
+        """
+        return memory.to(device, non_blocking=True)
 
     def stream(self, device: torch.device) -> CudaStream:
         """Returns the device's one stream for copies."""

@@ -32,8 +32,15 @@ from actorsnap.planning.lazy_order import set_aside
 from actorsnap.planning.packing import Piece
 from actorsnap.state.optim import parts_of, submodules_of
 from actorsnap.state.sharing import Extents, Region, memory_of, touched_without_gaps
-from actorsnap.state.sources import HostMemory, Leaf, gather
-from actorsnap.state.tensors import PLAIN_TYPES, QUANTIZED, DeviceSource, StridedMemory, address_of
+from actorsnap.state.sources import Gathering, HostMemory, Leaf, gather
+from actorsnap.state.tensors import (
+    PLAIN_TYPES,
+    QUANTIZED,
+    DeviceSource,
+    FlatDeviceSource,
+    StridedMemory,
+    address_of,
+)
 
 _log = Log(__name__)
 
@@ -381,7 +388,7 @@ def _covers(tensors: Sequence[torch.Tensor], found: Sequence[int], leaf: Leaf) -
     if isinstance(source, HostMemory):
         held = Region(source.address, 1, (source.nbytes,), (1,))
     else:
-        assert isinstance(source, StridedMemory)
+        assert isinstance(source, StridedMemory | FlatDeviceSource)
         held = memory_of(source.owner)
     regions = [memory_of(_local(tensors[number])) for number in found]
     return any([held.layout == region.layout for region in regions]) or touched_without_gaps(
@@ -427,20 +434,24 @@ def _copy_aside(leaves: Sequence[Leaf]) -> None:
     sizes = [leaf.item.nbytes for leaf in others]
     memory: Any = np.empty(sum(sizes), np.uint8)
     pieces = [Piece(number, 0, nbytes) for number, nbytes in enumerate(sizes)]
-    gather([leaf.source for leaf in others], pieces, memoryview(memory), lambda pinner: None)
+    sources = [leaf.source for leaf in others]
+    gather([Gathering(sources, pieces, memoryview(memory), lambda pinner: None)])
     starts = accumulate(sizes, initial=int(memory.ctypes.data))
     for leaf, start, nbytes in zip(others, starts, sizes, strict=False):
         leaf.source = HostMemory(start, nbytes, memory)
-    for lane in {leaf.source.copier for leaf in leaves if isinstance(leaf.source, DeviceSource)}:
+    for lane in {leaf.source.copier for leaf in leaves if isinstance(leaf.source, _ON_DEVICES)}:
         lane.mark()
+
+
+_ON_DEVICES = DeviceSource, FlatDeviceSource
 
 
 def _copy_on_device(leaf: Leaf) -> bool:
     source = leaf.source
-    if not isinstance(source, DeviceSource):
+    if not isinstance(source, _ON_DEVICES):
         return False
     try:
-        leaf.source = DeviceSource(source.copier.twin(source.owner), source.copier)
+        leaf.source = type(source)(source.copier.twin(source.owner), source.copier)
     except torch.OutOfMemoryError:
         return False  # the model fills the device
     return True

@@ -33,7 +33,7 @@ from actorsnap.planning.packing import Item, ItemBox, Piece
 from actorsnap.state.tree import part_path
 
 if TYPE_CHECKING:
-    from actorsnap.state.devices import Lane  # imports torch
+    from actorsnap.state.devices import Lane, Writer  # imports torch
 
 
 class Pinner(Protocol):
@@ -106,6 +106,14 @@ def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
     return memoryview(window).cast("B")[:nbytes]
 
 
+def writable(memory: memoryview) -> memoryview:
+    """Returns the same memory. Only to read: ``torch.frombuffer`` warns of read-only memory."""
+    if not memory.readonly:
+        return memory
+    raw = np.frombuffer(memory, np.uint8)
+    return memory_at(raw.ctypes.data, raw.nbytes, raw)
+
+
 def copy_bytes(out: memoryview, data: memoryview) -> None:
     if len(data) < 4096:
         out[:] = data
@@ -171,7 +179,7 @@ class PartSource(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Bytes ``[start, start + nbytes)`` of a source; ``at`` is their offset in host memory."""
+    """Bytes ``[start, start + nbytes)`` of a source, or sink; at ``at`` in host memory."""
 
     source: Any
     start: int
@@ -179,29 +187,42 @@ class Cut(msgspec.Struct, frozen=True, gc=False, eq=False):
     nbytes: int
 
 
-def gather(
-    sources: Sequence[ByteSource],
-    pieces: Iterable[Piece],
-    out: memoryview,
-    pin: Callable[[Pinner], None],
-) -> None:
-    """Copies pieces into ``out``, back to back. Blocks; for worker threads.
+class Gathering(msgspec.Struct, frozen=True, gc=False, eq=False):
+    """Pieces to copy into ``out``, back to back.
 
-    Devices copy at the same time.
-
-    Args:
+    Attributes:
         sources: By item.
         pin: Called before a device copies into ``out``.
+    """
+
+    sources: Sequence[ByteSource]
+    pieces: Iterable[Piece]
+    out: memoryview
+    pin: Callable[[Pinner], None]
+
+
+def gather(gatherings: Iterable[Gathering]) -> None:
+    """Makes all copies. Blocks; for worker threads.
+
+    Devices copy at the same time: only the end of all copies is waited for.
 
     Raises:
         Exception: An error of a device. All copies have ended then.
     """
+    with contextlib.ExitStack() as waits:  # calls all of them, even after an error
+        for each in gatherings:
+            _begin(each, waits)
+
+
+def _begin(gathering: Gathering, waits: contextlib.ExitStack) -> None:
+    """Makes copies, but only begins those from devices."""
+    sources, out = gathering.sources, gathering.out
     to = int(np.frombuffer(out, np.uint8).ctypes.data)
     here: list[tuple[int, int, int]] = []
     others: list[Cut] = []
     on_devices: dict[Lane, list[Cut]] = {}
     at = 0
-    for piece in pieces:
+    for piece in gathering.pieces:
         source: Any = sources[piece.item]
         start = piece.start
         nbytes = piece.stop - start
@@ -214,14 +235,32 @@ def gather(
             cuts = others if copier is None else on_devices.setdefault(copier, [])
             cuts.append(Cut(source, start, at, nbytes))
         at += nbytes
-    with contextlib.ExitStack() as waits:  # calls all of them, even after an error
-        for copier, cuts in on_devices.items():
-            pin(copier.pinner)
-            waits.callback(copier.begin(out, cuts))
-        for where, address, size in here:
-            ctypes.memmove(where, address, size)
-        for cut in others:
-            cut.source.copy_into(cut.start, out[cut.at : cut.at + cut.nbytes])
+    for copier, cuts in on_devices.items():
+        gathering.pin(copier.pinner)
+        waits.callback(copier.begin(out, cuts))
+    for where, address, size in here:
+        ctypes.memmove(where, address, size)
+    for cut in others:
+        cut.source.copy_into(cut.start, out[cut.at : cut.at + cut.nbytes])
+
+
+def scatter(memory: memoryview, cuts: Iterable[Cut]) -> None:
+    """Copies from ``memory``. Blocks; for worker threads.
+
+    Args:
+        cuts: Of sinks, ascending by ``at``.
+    """
+    on_devices: dict[Writer, list[Cut]] = {}
+    for cut in cuts:
+        sink, view = cut.source, memory[cut.at : cut.at + cut.nbytes]
+        if sink.is_addressable:
+            sink.view(cut.start, cut.start + cut.nbytes)[:] = view
+        elif (writer := getattr(sink, "writer", None)) is not None:
+            on_devices.setdefault(writer, []).append(cut)
+        else:
+            sink.copy_from(cut.start, view)
+    for writer, found in on_devices.items():
+        writer.write(memory, found)
 
 
 class Leaf(msgspec.Struct, gc=False, eq=False):

@@ -18,8 +18,16 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from actorsnap.format.geometry import Box, extent_bytes, flat_range_boxes
 from actorsnap.format.manifest import CompositeLayout, MemoryFormat, TensorType
 from actorsnap.state import devices
-from actorsnap.state.devices import Lane
-from actorsnap.state.sources import ByteSink, Cut, HostMemory, Pinner, copy_bytes, memory_at
+from actorsnap.state.devices import Lane, Writer
+from actorsnap.state.sources import (
+    ByteSink,
+    Cut,
+    HostMemory,
+    Pinner,
+    copy_bytes,
+    memory_at,
+    writable,
+)
 
 TensorOrArray: TypeAlias = torch.Tensor | np.ndarray[Any, Any]
 
@@ -138,11 +146,7 @@ def _elements(buffer: memoryview, owner: TensorOrArray) -> tuple[Any, bool]:
     """
     if isinstance(owner, np.ndarray):
         return np.frombuffer(buffer, owner.dtype), False
-    if buffer.readonly:
-        # torch.frombuffer warns about read-only memory, although nothing is written.
-        raw = np.frombuffer(buffer, np.uint8)
-        buffer = memory_at(raw.ctypes.data, raw.nbytes, raw)
-    flat = torch.frombuffer(buffer, dtype=torch.uint8)
+    flat = torch.frombuffer(writable(buffer), dtype=torch.uint8)
     is_copy = flat.data_ptr() % owner.itemsize != 0
     if is_copy:
         flat = flat.clone()
@@ -262,21 +266,81 @@ class DeviceSource(StridedMemory):
     """A tensor on a device, copied with others of its lane; see ``gather``.
 
     Attributes:
-        flat: Its bytes in C order; None if its memory is in another order.
+        is_flat: Whether its memory is in C order.
+        flat: These bytes, if so.
     """
 
-    __slots__ = ("copier", "flat")
+    __slots__ = ("copier", "flat", "is_flat")
 
     def __init__(self, tensor: torch.Tensor, lane: Lane) -> None:
         super().__init__(tensor)
         self.copier = lane
         owner = self.owner
-        is_in_order = owner.is_contiguous() and not has_conj_or_neg_bit(owner)
-        self.flat = owner.view(-1).view(torch.uint8) if is_in_order else None
+        self.is_flat = owner.is_contiguous() and not has_conj_or_neg_bit(owner)
+        self.flat = flat_bytes(owner) if self.is_flat else None
 
     def copy_into(self, start: int, out: memoryview) -> None:
         if len(out):
             self.copier.begin(out, [Cut(self, start, 0, len(out))])()
+
+
+class FlatDeviceSource(_Copied):
+    """A ``DeviceSource`` of a plain tensor whose memory is in C order: nearly all are.
+
+    Torch is asked for views where copies are made, on worker threads.
+    """
+
+    __slots__ = ("copier", "nbytes", "owner")
+    is_flat = True
+
+    def __init__(self, tensor: torch.Tensor, lane: Lane) -> None:
+        self.owner = tensor
+        self.nbytes = tensor.nbytes
+        self.copier = lane
+
+    @property
+    def flat(self) -> torch.Tensor:
+        return flat_bytes(self.owner)
+
+    def copy_into(self, start: int, out: memoryview) -> None:
+        if len(out):
+            self.copier.begin(out, [Cut(self, start, 0, len(out))])()
+
+
+class DeviceSink(_Copied):
+    """Bytes ``[at, at + nbytes)`` of the memory of a tensor on a device.
+
+    Args:
+        flat: Of ``flat_bytes``.
+    """
+
+    __slots__ = ("_whole", "_at", "nbytes", "writer")
+    is_flat = True
+
+    def __init__(self, flat: torch.Tensor, writer: Writer, at: int, nbytes: int) -> None:
+        self._whole = flat
+        self._at = at
+        self.nbytes = nbytes
+        self.writer = writer
+
+    @property
+    def pinner(self) -> Pinner | None:
+        return self.writer.pinner
+
+    @property
+    def flat(self) -> torch.Tensor:
+        if self.nbytes == len(self._whole):
+            return self._whole
+        return self._whole[self._at : self._at + self.nbytes]
+
+    def copy_from(self, start: int, data: memoryview) -> None:
+        if len(data):
+            self.writer.write(data, [Cut(self, start, 0, len(data))])
+
+
+def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a contiguous tensor, detached."""
+    return tensor.detach().view(-1).view(torch.uint8)
 
 
 class ExtentSink(StridedMemory):
@@ -429,14 +493,18 @@ def address_of(tensor: torch.Tensor) -> int:
 
 
 def host_address(tensor: torch.Tensor) -> int:
-    """Returns the address of the C-order bytes of a plain tensor in CPU memory.
+    """See ``plain_address``; 0 if the memory is not the CPU's."""
+    return plain_address(tensor) if tensor.is_cpu else 0
+
+
+def plain_address(tensor: torch.Tensor) -> int:
+    """Returns the address of the C-order bytes of a plain tensor, on any device.
 
     Returns 0 for any other tensor: ``refusal`` and ``is_addressable`` must decide then.
     """
     # Called for every leaf, so it calls no function of ours.
     if (
         type(tensor) not in PLAIN_TYPES
-        or not tensor.is_cpu
         or tensor.is_nested
         or tensor.layout is not torch.strided
         or tensor.dtype in QUANTIZED

@@ -11,9 +11,10 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.staging import StagingActor
 from actorsnap.actors.trace import Row
 from actorsnap.planning.packing import Chunk
-from actorsnap.state.sources import gather
+from actorsnap.state.sources import Gathering, gather
 from actorsnap.storage.wrapper import WriterWrapper
 from actorsnap.sync import PendingSnapshot, Snapshot
 from tests.api.facades import Facade, each_facade
@@ -258,9 +259,9 @@ def test_blocking_take_reads_the_memory_itself() -> None:
     """The other half of the promise: ``take`` copies nothing that lies in order."""
     copied: list[int] = []
 
-    def count(sources: Any, pieces: Any, memory: memoryview, pin: Any) -> None:
-        copied.append(len(memory))
-        gather(sources, pieces, memory, pin)
+    def count(gatherings: Sequence[Gathering]) -> None:
+        copied.extend(len(each.out) for each in gatherings)
+        gather(gatherings)
 
     state = {"plain": dense(torch.float32, 1024, 1024), "small": dense(torch.int8, 7)}
     with pytest.MonkeyPatch.context() as patch:
@@ -282,8 +283,8 @@ def staging_taken_out() -> Iterator[None]:
     late: dict[int, Callable[[], Any]] = {}
     store = uploader.UploaderActor._store
 
-    def copy_later(sources: Any, pieces: Any, memory: memoryview, pin: Any) -> None:
-        late[id(memory)] = lambda: gather(sources, pieces, memory, pin)
+    def copy_later(gatherings: Sequence[Gathering]) -> None:
+        late.update((id(each.out), partial(gather, [each])) for each in gatherings)
 
     async def store_late(self: Any, staged: StagedChunk, row: Row) -> None:
         if staged.lease is not None:
@@ -333,13 +334,13 @@ def test_live_memory_instead_of_copies_is_noticed(tmp_path: Path) -> None:
     """Staging that sends the trainer's own memory, as a blocking take does: read too late, and
     torn or not, whichever side is faster."""
 
-    async def send_live_memory(self: Any, chunk: Chunk, row: Row) -> StagedChunk:
+    async def send_live_memory(self: Any, chunk: Chunk) -> Any:
         self.copies = False
-        return await original(self, chunk, row)
+        return await original(self, chunk)
 
-    original = StagingActor._stage
+    original = StagingActor._prepare
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(StagingActor, "_stage", send_live_memory)
+        patch.setattr(StagingActor, "_prepare", send_live_memory)
         # Torn, or whole and of a later step; or other bytes were hashed than were written.
         noticed = "whole|differs from what was saved"
         with pytest.raises((ChecksumMismatch, AssertionError), match=noticed):

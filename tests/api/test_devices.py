@@ -17,7 +17,7 @@ from actorsnap.planning.packing import Piece
 from actorsnap.runtime.host import Host
 from actorsnap.state import devices
 from actorsnap.state.capture import capture
-from actorsnap.state.sources import gather
+from actorsnap.state.sources import Gathering, gather
 from actorsnap.state.tensors import bytes_of
 from actorsnap.sync import Snapshot, warm_up
 from tests.state.fake_device import FakeDevices, FakeEvent, FakeStream, fake_devices
@@ -256,7 +256,8 @@ def test_cuts_that_do_not_fit_together(fake: FakeDevices) -> None:
     pieces = [Piece(i, 0, leaf.item.nbytes) for i, leaf in enumerate(leaves)]
     fake.refuses_to_pin = True  # for what the arena has not lent nobody does
     out = bytearray(7 + 60 + 24)
-    gather([leaf.source for leaf in leaves], pieces, memoryview(out), lambda pinner: None)
+    sources = [leaf.source for leaf in leaves]
+    gather([Gathering(sources, pieces, memoryview(out), lambda pinner: None)])
     assert out == bytes_of(state["a"]) + bytes_of(state["b"].t()) + bytes_of(state["c"])
 
 

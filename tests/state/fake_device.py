@@ -172,6 +172,11 @@ class FakeDevices:
         self.launch(lambda: to.copy_(from_), tensor.device.index)
         return made
 
+    def slab(self, memory: torch.Tensor, device: torch.device) -> torch.Tensor:
+        if self.is_full:
+            raise torch.OutOfMemoryError("the device is full")
+        return memory.clone()
+
     def stream(self, device: torch.device) -> FakeStream:
         with self.lock:
             return self._copying.setdefault(device, FakeStream(self, device))

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.manifest import CompositeEntry, TensorEntry
 from actorsnap.planning.packing import Piece
-from actorsnap.state.sources import ByteSource, PartSource, gather
+from actorsnap.state.sources import ByteSource, Gathering, PartSource, gather
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
@@ -214,7 +214,7 @@ def test_pieces_of_many_kinds_are_gathered() -> None:
         expected += part
     out = bytearray(len(expected) + 2)
     pieces = [Piece(*piece) for piece in order]
-    gather(sources, pieces, memoryview(out)[1:-1], lambda pinner: None)
+    gather([Gathering(sources, pieces, memoryview(out)[1:-1], lambda pinner: None)])
     assert bytes(out) == b"\0" + expected + b"\0"
 
 
@@ -227,7 +227,8 @@ def test_small_pieces_cost_no_view_each(monkeypatch: pytest.MonkeyPatch) -> None
         raise AssertionError("a view")
 
     monkeypatch.setattr("actorsnap.state.sources.memory_at", refuse)
-    gather(sources, [Piece(i, 0, 36) for i in range(500)], memoryview(out), lambda pinner: None)
+    pieces = [Piece(i, 0, 36) for i in range(500)]
+    gather([Gathering(sources, pieces, memoryview(out), lambda pinner: None)])
     assert bytes(out) == raw(torch.stack(tensors))
 
 

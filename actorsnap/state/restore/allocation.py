@@ -40,17 +40,19 @@ from actorsnap.state.restore.aliasing import (
 )
 from actorsnap.state.restore.checks import NUMPY_KINDS, itemsize_of
 from actorsnap.state.restore.match import Match, Pair
-from actorsnap.state.restore.reads import BoxReads, Reads, Wanted, slice_stored
+from actorsnap.state.restore.reads import BoxReads, Reads, Wanted, Writers, slice_stored
 from actorsnap.state.sharing import Region, region_of, touched_without_gaps
 from actorsnap.state.sources import ByteSink, HostMemory
 from actorsnap.state.tensors import (
     CARRIERS,
     DTYPES,
     ClippedSink,
+    DeviceSink,
     ExtentSink,
     StridedMemory,
     as_bytes,
     empty_tensor,
+    flat_bytes,
     storage_bytes,
     tensor_type,
 )
@@ -85,6 +87,7 @@ class Allocation:
         spread: Views to copy into a distributed target; ``fresh`` has the whole.
         casts: Of distributed targets, by path: their pieces, each with one of the stored dtype.
         write_backs: See ``Sharding``; after all else.
+        writers: By device. Made in the thread of the caller, whose streams they use.
     """
 
     reads: Reads = field(default_factory=Reads)
@@ -96,6 +99,7 @@ class Allocation:
     spread: list[Pair] = field(default_factory=list)
     casts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     write_backs: list[Callable[[], None]] = field(default_factory=list)
+    writers: Writers = field(default_factory=Writers)
 
 
 class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -161,10 +165,15 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
     sink: ByteSink | None = None
     if pair.address is not None and target is not None:
         if nbytes:
-            start = pair.address
-            sink = HostMemory(start, nbytes, target)
+            start, device = pair.address, None
+            assert isinstance(target, torch.Tensor)
+            if target.is_cpu:
+                sink = HostMemory(start, nbytes, target)
+            else:
+                device = target.device
+                sink = DeviceSink(flat_bytes(target), memory.writers.of(device), 0, nbytes)
             memory.destinations.append(
-                Destination(path, target, start, start + nbytes, path, start)
+                Destination(path, target, start, start + nbytes, path, start, device)
             )
         memory.values[path] = target
     elif target is None and pair.dtype is not None:
@@ -264,7 +273,8 @@ def _add_boxes(
         else:
             memory.values[path] = target
             memory.destinations += destination(path, target, base)
-        memory.reads.append(BoxReads(plan, shards, [LocalPiece(whole, tensor, None)], None))
+        piece = LocalPiece(whole, tensor, None)
+        memory.reads.append(BoxReads(plan, shards, [piece], None, memory.writers))
         return
     memory.values[path] = target
     if pair.is_cast:
@@ -276,7 +286,7 @@ def _add_boxes(
         pieces = stored
     else:
         memory.destinations += _destinations_of_pieces(pair, base)
-    memory.reads.append(BoxReads(plan, shards, pieces, ()))
+    memory.reads.append(BoxReads(plan, shards, pieces, (), memory.writers))
     memory.surplus_bytes += plan.nbytes
     memory.surplus_bytes -= sum(piece.tensor.nbytes for piece in pieces)
 

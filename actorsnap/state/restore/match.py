@@ -25,7 +25,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.planning.index import AnyEntry, Elsewhere, ShardedEntry
-from actorsnap.state import objects
+from actorsnap.state import devices, objects
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
 from actorsnap.state.records import HINT, Rebuild, class_name
 from actorsnap.state.restore.aliasing import TARGET_TYPES, Target
@@ -39,7 +39,7 @@ from actorsnap.state.restore.checks import (
     fail,
 )
 from actorsnap.state.stateful import Matching
-from actorsnap.state.tensors import DTYPE_NAMES, PLAIN_TYPES, address_of, is_addressable, refusal
+from actorsnap.state.tensors import DTYPE_NAMES, PLAIN_TYPES, address_of, refusal
 from actorsnap.state.tree import (
     AS_RECORDS,
     Container,
@@ -222,14 +222,20 @@ def _difference(entry: _TensorLike, target: Target, sharding: Sharding | str | N
 
 
 def _plain_address(target: Any, dtype: torch.dtype | None, entry: TensorEntry) -> int | None:
-    """Returns the address to read stored bytes to; nearly always, the target takes them as is."""
+    """Returns the address of the target's memory if it takes stored bytes as they are.
+
+    Nearly always, it does.
+    """
+    calls = devices.calls
     if not (
         type(target) in PLAIN_TYPES
         and target.dtype is dtype
         and not target.is_nested
         and target.shape == entry.shape
         and target.layout is torch.strided
-        and is_addressable(target)
+        and target.is_contiguous()
+        and not (target.is_conj() or target.is_neg())
+        and (target.is_cpu or calls.has(target))
     ):
         return None
     nbytes = entry.data.stop - entry.data.start
@@ -245,7 +251,7 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
         dtype: Of a dense tensor; else None.
         target: A tensor or array that fits; None makes a fresh value.
         sharding: That of a distributed target; else None.
-        address: Of a target in CPU memory in C order, like the stored bytes; else None.
+        address: Of a target that is plain and in C order, like the stored bytes; else None.
         is_cast: The target is distributed, and of another dtype.
     """
 

@@ -12,13 +12,22 @@ from typing import TypeAlias
 
 import msgspec
 import numpy as np
+import torch
 
 from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import BoxPlan
 from actorsnap.planning.shards import Shards
+from actorsnap.state import devices
+from actorsnap.state.devices import Writer
 from actorsnap.state.distributed import LocalPiece, Ranks
 from actorsnap.state.sources import ByteSink, MemoryPart, memory_at
-from actorsnap.state.tensors import BoxSink, is_addressable
+from actorsnap.state.tensors import (
+    BoxSink,
+    DeviceSink,
+    flat_bytes,
+    has_conj_or_neg_bit,
+    is_addressable,
+)
 
 MAX_PLANNED_READS = 1 << 16
 """Reads of a batch: they take about 40 MiB until they are done."""
@@ -42,29 +51,44 @@ class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
         return self.stored.stop - self.stored.start
 
 
+class Writers:
+    """A writer per device. Call it in the thread of the caller, whose streams they use."""
+
+    def __init__(self) -> None:
+        self._found: dict[torch.device, Writer] = {}
+
+    def of(self, device: torch.device) -> Writer:
+        writer = self._found.get(device)
+        if writer is None:
+            writer = self._found[device] = Writer(devices.calls, device)
+        return writer
+
+
 class BoxReads:
     """The reads that fill the boxes of pieces with those of a stored tensor.
 
     Args:
         plan: Of ``shards``, and the boxes of the pieces.
         default: The holders of pieces without.
+        writers: For pieces on devices.
     """
 
     __slots__ = ("_memories", "_default", "_pieces", "plan", "shards")
 
     def __init__(
-        self, plan: BoxPlan, shards: Shards, pieces: Sequence[LocalPiece], default: Ranks | None
+        self,
+        plan: BoxPlan,
+        shards: Shards,
+        pieces: Sequence[LocalPiece],
+        default: Ranks | None,
+        writers: Writers | None = None,
     ) -> None:
         self.plan = plan
         self.shards = shards
         self._pieces = pieces
         self._default = default
-        self._memories = [
-            memory_at(each.tensor.data_ptr(), each.tensor.nbytes, each.tensor)
-            if is_addressable(each.tensor)
-            else None
-            for each in pieces
-        ]
+        found = Writers() if writers is None else writers
+        self._memories = [_memory_of(each.tensor, found) for each in pieces]
 
     @property
     def nbytes(self) -> int:
@@ -77,8 +101,11 @@ class BoxReads:
         read, shards, pieces = self.plan.reads[number], self.shards, self._pieces
         nbytes = read.stop - read.start
         sink: ByteSink
-        if read.at is not None and (memory := self._memories[read.wanted[0]]) is not None:
+        memory = None if read.at is None else self._memories[read.wanted[0]]
+        if read.at is not None and isinstance(memory, memoryview):
             sink = MemoryPart(memory, read.at, nbytes)
+        elif read.at is not None and isinstance(memory, tuple):
+            sink = DeviceSink(*memory, read.at, nbytes)
         else:
             targets = [(pieces[at].box, pieces[at].tensor) for at in read.wanted]
             sink = BoxSink(shards.cut.boxes[read.stored], read.start, nbytes, targets)
@@ -91,6 +118,18 @@ class BoxReads:
 
     def __iter__(self) -> Iterator[Wanted]:
         return map(self.__getitem__, range(len(self)))
+
+
+def _memory_of(
+    tensor: torch.Tensor, writers: Writers
+) -> memoryview | tuple[torch.Tensor, Writer] | None:
+    """Returns the memory of a tensor if it is in C order."""
+    if is_addressable(tensor):
+        return memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
+    is_in_order = tensor.is_contiguous() and not has_conj_or_neg_bit(tensor)
+    if is_in_order and devices.calls.has(tensor):
+        return flat_bytes(tensor), writers.of(tensor.device)
+    return None
 
 
 _Part: TypeAlias = Wanted | BoxReads
