@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from actorsnap import Options, SnapshotAborted, StateDict
+from actorsnap.actors import staging
 from actorsnap.planning.packing import Piece
 from actorsnap.runtime.host import Host
 from actorsnap.state import devices
@@ -375,6 +377,61 @@ def test_a_restore_comes_behind_what_was_launched_before(fake: FakeDevices, tmp_
     fake.synchronize()
     for name, value in values.items():
         assert torch.equal(target[name], value)
+
+
+@pytest.mark.parametrize("is_full", [False, True])
+def test_small_tensors_are_restored_together(
+    fake: FakeDevices, tmp_path: Path, is_full: bool
+) -> None:
+    """Parts of one tensor, too: a view of the whole comes from the same stored bytes."""
+    values = {f"t{i}": numbers(100 + i % 7) + i for i in range(2000)}
+    save(tmp_path / "s", {name: fake.put(value) for name, value in values.items()})
+    target = {name: fake.put(torch.zeros_like(value)) for name, value in values.items()}
+    fake.is_full = is_full
+    Snapshot(tmp_path / "s").restore({"s": StateDict(target)})
+    for name, value in values.items():
+        assert torch.equal(target[name], value), name
+    nbytes = sum(value.nbytes for value in values.values())
+    assert fake.counts.slabs == ([] if is_full else [nbytes])
+
+
+def test_a_restore_pins_the_memory_that_it_reads_into(fake: FakeDevices, tmp_path: Path) -> None:
+    value = numbers(1_000_000)
+    Snapshot.take(tmp_path / "s", {"s": StateDict(x=value)}, options=THREAD)
+    assert fake.pinned == {}
+    target = fake.put(torch.zeros_like(value))
+    Snapshot(tmp_path / "s").restore({"s": StateDict(x=target)})
+    assert torch.equal(target, value)
+    assert sum(fake.pinned.values()) >= value.nbytes
+    assert fake.counts.slabs == [], "large ones go straight into the tensor"
+
+
+@pytest.mark.parametrize("options", [THREAD, PROCESS], ids=["thread", "process"])
+def test_many_chunks_through_little_memory(
+    fake: FakeDevices, tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Threads copy several chunks at once, but hold none while they wait for memory."""
+    sizes: list[list[int]] = []
+
+    def note(gatherings: Sequence[Gathering]) -> None:
+        sizes.append([len(each.out) for each in gatherings])
+        gather(gatherings)
+
+    monkeypatch.setattr(staging, "gather", note)
+    budget_bytes = Host.get().resources.budget.limit_bytes
+    few = msgspec.structs.replace(options, chunk_bytes=2 * MIB, memory_budget_bytes=5 * MIB)
+    state = {f"t{i}": fake.put(numbers(MIB // 2 + i)) for i in range(20)}
+    try:
+        found = save(tmp_path / "few", dict(state), few)
+    finally:
+        Host.get().resources.set_budget(budget_bytes)
+    for i in range(20):
+        assert torch.equal(found[f"t{i}"], numbers(MIB // 2 + i))
+    assert max(map(sum, sizes)) <= 5 * MIB
+    sizes.clear()
+    state = {f"t{i}": fake.put(numbers(MIB // 2 + i)) for i in range(20)}
+    save(tmp_path / "much", dict(state), msgspec.structs.replace(few, memory_budget_bytes=None))
+    assert [len(each) >= 20 for each in sizes] == [True]
 
 
 @pytest.mark.parametrize("options", [THREAD, PROCESS], ids=["thread", "process"])

@@ -46,6 +46,9 @@ class Counts:
     strided: int = 0
     """Copies within the device, of what does not lie in order."""
 
+    slabs: list[int] = field(default_factory=list)
+    """Bytes of each copy from the host to a slab."""
+
 
 class FakeEvent:
     def __init__(self, stream: FakeStream) -> None:
@@ -175,6 +178,7 @@ class FakeDevices:
     def slab(self, memory: torch.Tensor, device: torch.device) -> torch.Tensor:
         if self.is_full:
             raise torch.OutOfMemoryError("the device is full")
+        self.counts.slabs.append(memory.nbytes)
         return memory.clone()
 
     def stream(self, device: torch.device) -> FakeStream:
