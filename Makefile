@@ -22,6 +22,9 @@ SITE := $(if $(CI)$(shell command -v dot),site)
 PARALLEL ?= -n 4 --dist loadfile --no-loadscope-reorder
 # Tests start hundreds of processes: compiling the package in each takes most of their time.
 export PYTHONDONTWRITEBYTECODE :=
+# OpenMP threads spin while they wait: with more of them than cores, training takes three times as
+# long.
+test test-all: export OMP_NUM_THREADS := 1
 # A test that hangs fails, with all stacks; one that hangs in C takes its worker down, with all stacks.
 LIMITS := --timeout=240 -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=true
 
