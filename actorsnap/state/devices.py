@@ -83,7 +83,7 @@ class Lane:
                 raise
 
 
-class Writer:
+class ReturnLane:
     """Copies to one device, in the stream that was the caller's when this was made."""
 
     def __init__(self, calls: Cuda, device: torch.device) -> None:
@@ -92,7 +92,7 @@ class Writer:
         self._entered = calls.current(device)
         self.pinner: Pinner = calls.pinner(device)
 
-    def write(self, memory: memoryview, cuts: Sequence[Cut]) -> None:
+    def copy(self, memory: memoryview, cuts: Sequence[Cut]) -> None:
         """Copies from ``memory``; blocks until that ends. For worker threads.
 
         Args:

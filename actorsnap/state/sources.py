@@ -33,7 +33,7 @@ from actorsnap.planning.packing import Item, ItemBox, Piece
 from actorsnap.state.tree import part_path
 
 if TYPE_CHECKING:
-    from actorsnap.state.devices import Lane, Writer  # imports torch
+    from actorsnap.state.devices import Lane, ReturnLane  # imports torch
 
 
 class Pinner(Protocol):
@@ -250,17 +250,17 @@ def scatter(memory: memoryview, cuts: Iterable[Cut]) -> None:
     Args:
         cuts: Of sinks, ascending by ``at``.
     """
-    on_devices: dict[Writer, list[Cut]] = {}
+    on_devices: dict[ReturnLane, list[Cut]] = {}
     for cut in cuts:
         sink, view = cut.source, memory[cut.at : cut.at + cut.nbytes]
         if sink.is_addressable:
             sink.view(cut.start, cut.start + cut.nbytes)[:] = view
-        elif (writer := getattr(sink, "writer", None)) is not None:
-            on_devices.setdefault(writer, []).append(cut)
+        elif (lane := getattr(sink, "lane", None)) is not None:
+            on_devices.setdefault(lane, []).append(cut)
         else:
             sink.copy_from(cut.start, view)
-    for writer, found in on_devices.items():
-        writer.write(memory, found)
+    for lane, found in on_devices.items():
+        lane.copy(memory, found)
 
 
 class Leaf(msgspec.Struct, gc=False, eq=False):

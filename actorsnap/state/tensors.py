@@ -18,7 +18,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from actorsnap.format.geometry import Box, extent_bytes, flat_range_boxes
 from actorsnap.format.manifest import CompositeLayout, MemoryFormat, TensorType
 from actorsnap.state import devices
-from actorsnap.state.devices import Lane, Writer
+from actorsnap.state.devices import Lane, ReturnLane
 from actorsnap.state.sources import (
     ByteSink,
     Cut,
@@ -314,18 +314,18 @@ class DeviceSink(_Copied):
         flat: Of ``flat_bytes``.
     """
 
-    __slots__ = ("_whole", "_at", "nbytes", "writer")
+    __slots__ = ("_whole", "_at", "nbytes", "lane")
     is_flat = True
 
-    def __init__(self, flat: torch.Tensor, writer: Writer, at: int, nbytes: int) -> None:
+    def __init__(self, flat: torch.Tensor, lane: ReturnLane, at: int, nbytes: int) -> None:
         self._whole = flat
         self._at = at
         self.nbytes = nbytes
-        self.writer = writer
+        self.lane = lane
 
     @property
     def pinner(self) -> Pinner | None:
-        return self.writer.pinner
+        return self.lane.pinner
 
     @property
     def flat(self) -> torch.Tensor:
@@ -335,7 +335,7 @@ class DeviceSink(_Copied):
 
     def copy_from(self, start: int, data: memoryview) -> None:
         if len(data):
-            self.writer.write(data, [Cut(self, start, 0, len(data))])
+            self.lane.copy(data, [Cut(self, start, 0, len(data))])
 
 
 def flat_bytes(tensor: torch.Tensor) -> torch.Tensor:

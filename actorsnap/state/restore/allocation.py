@@ -40,7 +40,7 @@ from actorsnap.state.restore.aliasing import (
 )
 from actorsnap.state.restore.checks import NUMPY_KINDS, itemsize_of
 from actorsnap.state.restore.match import Match, Pair
-from actorsnap.state.restore.reads import BoxReads, Reads, Wanted, Writers, slice_stored
+from actorsnap.state.restore.reads import BoxReads, Reads, ReturnLanes, Wanted, slice_stored
 from actorsnap.state.sharing import Region, region_of, touched_without_gaps
 from actorsnap.state.sources import ByteSink, HostMemory
 from actorsnap.state.tensors import (
@@ -87,7 +87,7 @@ class Allocation:
         spread: Views to copy into a distributed target; ``fresh`` has the whole.
         casts: Of distributed targets, by path: their pieces, each with one of the stored dtype.
         write_backs: See ``Sharding``; after all else.
-        writers: By device. Made in the thread of the caller, whose streams they use.
+        lanes: By device. Made in the thread of the caller, whose streams they use.
     """
 
     reads: Reads = field(default_factory=Reads)
@@ -99,7 +99,7 @@ class Allocation:
     spread: list[Pair] = field(default_factory=list)
     casts: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = field(default_factory=dict)
     write_backs: list[Callable[[], None]] = field(default_factory=list)
-    writers: Writers = field(default_factory=Writers)
+    lanes: ReturnLanes = field(default_factory=ReturnLanes)
 
 
 class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
@@ -171,7 +171,7 @@ def _add_tensor(memory: Allocation, match: Match, pair: Pair, entry: TensorEntry
                 sink = HostMemory(start, nbytes, target)
             else:
                 device = target.device
-                sink = DeviceSink(flat_bytes(target), memory.writers.of(device), 0, nbytes)
+                sink = DeviceSink(flat_bytes(target), memory.lanes.of(device), 0, nbytes)
             memory.destinations.append(
                 Destination(path, target, start, start + nbytes, path, start, device)
             )
@@ -274,7 +274,7 @@ def _add_boxes(
             memory.values[path] = target
             memory.destinations += destination(path, target, base)
         piece = LocalPiece(whole, tensor, None)
-        memory.reads.append(BoxReads(plan, shards, [piece], None, memory.writers))
+        memory.reads.append(BoxReads(plan, shards, [piece], None, memory.lanes))
         return
     memory.values[path] = target
     if pair.is_cast:
@@ -286,7 +286,7 @@ def _add_boxes(
         pieces = stored
     else:
         memory.destinations += _destinations_of_pieces(pair, base)
-    memory.reads.append(BoxReads(plan, shards, pieces, (), memory.writers))
+    memory.reads.append(BoxReads(plan, shards, pieces, (), memory.lanes))
     memory.surplus_bytes += plan.nbytes
     memory.surplus_bytes -= sum(piece.tensor.nbytes for piece in pieces)
 

@@ -18,7 +18,7 @@ from actorsnap.format.manifest import Stored
 from actorsnap.planning.restore import BoxPlan
 from actorsnap.planning.shards import Shards
 from actorsnap.state import devices
-from actorsnap.state.devices import Writer
+from actorsnap.state.devices import ReturnLane
 from actorsnap.state.distributed import LocalPiece, Ranks
 from actorsnap.state.sources import ByteSink, MemoryPart, memory_at
 from actorsnap.state.tensors import (
@@ -51,17 +51,17 @@ class Wanted(msgspec.Struct, frozen=True, gc=False, eq=False):
         return self.stored.stop - self.stored.start
 
 
-class Writers:
-    """A writer per device. Call it in the thread of the caller, whose streams they use."""
+class ReturnLanes:
+    """A return lane per device. Call it in the thread of the caller, whose streams they use."""
 
     def __init__(self) -> None:
-        self._found: dict[torch.device, Writer] = {}
+        self._found: dict[torch.device, ReturnLane] = {}
 
-    def of(self, device: torch.device) -> Writer:
-        writer = self._found.get(device)
-        if writer is None:
-            writer = self._found[device] = Writer(devices.calls, device)
-        return writer
+    def of(self, device: torch.device) -> ReturnLane:
+        lane = self._found.get(device)
+        if lane is None:
+            lane = self._found[device] = ReturnLane(devices.calls, device)
+        return lane
 
 
 class BoxReads:
@@ -70,7 +70,7 @@ class BoxReads:
     Args:
         plan: Of ``shards``, and the boxes of the pieces.
         default: The holders of pieces without.
-        writers: For pieces on devices.
+        lanes: For pieces on devices.
     """
 
     __slots__ = ("_memories", "_default", "_pieces", "plan", "shards")
@@ -81,13 +81,13 @@ class BoxReads:
         shards: Shards,
         pieces: Sequence[LocalPiece],
         default: Ranks | None,
-        writers: Writers | None = None,
+        lanes: ReturnLanes | None = None,
     ) -> None:
         self.plan = plan
         self.shards = shards
         self._pieces = pieces
         self._default = default
-        found = Writers() if writers is None else writers
+        found = ReturnLanes() if lanes is None else lanes
         self._memories = [_memory_of(each.tensor, found) for each in pieces]
 
     @property
@@ -121,14 +121,14 @@ class BoxReads:
 
 
 def _memory_of(
-    tensor: torch.Tensor, writers: Writers
-) -> memoryview | tuple[torch.Tensor, Writer] | None:
+    tensor: torch.Tensor, lanes: ReturnLanes
+) -> memoryview | tuple[torch.Tensor, ReturnLane] | None:
     """Returns the memory of a tensor if it is in C order."""
     if is_addressable(tensor):
         return memory_at(tensor.data_ptr(), tensor.nbytes, tensor)
     is_in_order = tensor.is_contiguous() and not has_conj_or_neg_bit(tensor)
     if is_in_order and devices.calls.has(tensor):
-        return flat_bytes(tensor), writers.of(tensor.device)
+        return flat_bytes(tensor), lanes.of(tensor.device)
     return None
 
 
