@@ -21,7 +21,7 @@ PAGES = {
     "index.md": 1,
     "install.md": 1,
     "howto/resume.md": 4,
-    "howto/keep.md": 4,
+    "howto/keep.md": 5,
     "howto/progress.md": 2,
     "howto/look-inside.md": 3,
     "howto/restore-a-part.md": 7,
@@ -60,6 +60,7 @@ def prelude() -> dict[str, Any]:
         "optimizer": optimizer,
         "app_state": {"model": model, "optimizer": optimizer, "progress": progress},
         "train_step": train_step,
+        "evaluate": lambda: float(train_step()),
         "log": lambda text: None,
     }
 

@@ -251,8 +251,8 @@ class CheckpointManager(ManagerHandle):
 
         Args:
             step: Of the training loop. Must not go back, except after ``restore``.
-            metrics: Numbers by name; rank 0's are stored. A callable is called on every rank, only
-                if the step is saved.
+            metrics: Numbers by name; rank 0's are stored, if the step is saved. A callable is
+                called on every rank, only if the step is saved.
             metadata: Added to the manager's.
 
         Raises:

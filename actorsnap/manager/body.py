@@ -124,6 +124,7 @@ class ManagerBody:
     def due(self, step: int, given: Given) -> str | None:
         """Returns why the step is to be saved; None: nothing is to be done. No I/O, no message."""
         step = check_training_step(step)
+        self._note_unsaved(step)
         self._given = step, given
         is_first = self._seen is None
         objection = self._see(step)
@@ -134,6 +135,13 @@ class ManagerBody:
         if objection is not None:
             raise objection  # else by ``save``, on all ranks: the others are about to save
         return None
+
+    def _note_unsaved(self, step: int) -> None:
+        """Notes the metrics of the call before, unless its step was saved."""
+        if self._given is not None:
+            last, given = self._given
+            if given.metrics is not None and last not in (step, self._saved):
+                self._metric_names.look_at_unsaved(last, given.metrics)
 
     def _see(self, step: int) -> UsageError | None:
         """Takes the step for the newest, or returns why it must not be."""
@@ -180,7 +188,7 @@ class ManagerBody:
         try:
             begun_s = self.asking.begin_save(step, reason)
             try:
-                noted = partial(self._noted, reason, given)
+                noted = partial(self._noted, step, reason, given)
                 save = yield from self._save(step, is_async, objection, noted, given.app_state)
             except BaseException as error:
                 self.asking.abandon_save(step, error)
@@ -194,11 +202,11 @@ class ManagerBody:
             yield from self.wait()
         return save
 
-    def _noted(self, reason: str, given: Given) -> dict[str, Any]:
+    def _noted(self, step: int, reason: str, given: Given) -> dict[str, Any]:
         best, common = self.asking.improvements.best, self._settings.metadata
         noted = stored_metadata(reason, given.metrics, common, given.metadata, best)
         if self._is_keeper:
-            self._metric_names.look_at_save(noted[METADATA_KEY].get("metrics", {}))
+            self._metric_names.look_at_save(step, noted[METADATA_KEY].get("metrics", {}))
         return noted
 
     def _save(

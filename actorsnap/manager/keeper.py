@@ -34,6 +34,7 @@ from actorsnap.planning.keeping import (
     judge,
     leftovers,
     timeline,
+    unmeasured,
     unread_run,
 )
 from actorsnap.planning.marks import Facts
@@ -237,6 +238,7 @@ class Keeper:
         self._lock: anyio.Lock | None = None
         self._saved_to = root
         self._held: Collection[StepName] = ()  # at a tier too
+        self._reported: set[str] = set()  # metrics
 
     def watch(self, name: StepName, save: Save) -> None:
         """Verifies the save after its commit, and runs a pass."""
@@ -379,6 +381,7 @@ class Keeper:
         generation = self.generation
         if generation is None or self._looks_superseded(listing):
             return verdicts, Deletions()
+        self._report_unmeasured(policy, verdicts, steps)
         rests = leftovers(
             {*listing.names}.difference(self._in_flight, self._held),
             listing.records.intents,
@@ -392,6 +395,22 @@ class Keeper:
         # Marks of what is at a tier only are no rests.
         listing = replace(listing, names={*listing.names, *self._held})
         return verdicts, await self._delete(opened, listing, generation, intents, rests)
+
+    def _report_unmeasured(
+        self, policy: KeepPolicy, verdicts: Sequence[Verdict], steps: Sequence[StoredStep]
+    ) -> None:
+        """Warns once of each metric that many steps lack."""
+        known = sorted({name for step in steps for name in step.metrics})
+        there_are = f" (there are: {', '.join(known)})" if known else ""
+        for metric, count in unmeasured(policy, verdicts).items():
+            if metric not in self._reported:
+                self._reported.add(metric)
+                logger.warning(
+                    "%s: %d saved steps lack the metric %r%s, so keep.best deletes none of them: "
+                    "pass it to maybe_save at a step that is saved, or use manager.record",
+                    *(self._root.url, count, metric),
+                    "" if metric in known else there_are,
+                )
 
     def _with_damaged(
         self,

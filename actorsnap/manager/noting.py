@@ -22,15 +22,17 @@ logger = Log(__name__)
 
 
 class MetricNames:
-    """Warns once of each metric that a policy names and the first metrics of the trainer lack.
+    """Warns of metrics that a policy names and does not get, once of each.
 
-    It is misspelled, unless it comes later: some are measured at some steps only.
+    A metric of ``every.improvement`` that the first metrics lack is misspelled. One of
+    ``keep.best`` may be measured at some steps only; it is missed if these are not saved.
     """
 
     def __init__(self, url: str, save: SavePolicy, keep: KeepPolicy) -> None:
         self._url = url
         self._watched = dict.fromkeys(watched_metrics(save))
         self._kept = dict.fromkeys(kept_metrics(keep))
+        self._dropped: dict[str, int] = {}  # the latest step with it, since the last save
 
     def look_at_step(self, metrics: Mapping[str, object]) -> None:
         """Looks for the metrics of the save policy. Costs next to nothing after the first."""
@@ -38,23 +40,32 @@ class MetricNames:
             for name in [*self._watched]:
                 self._watched.pop(name)
                 if name not in metrics:
-                    self._warn(name, "every.improvement saves nothing without it", metrics)
+                    logger.warning(
+                        "%s: no metric %r in metrics=; there are: %s. every.improvement saves "
+                        "nothing without it",
+                        *(self._url, name, ", ".join(map(str, metrics))),
+                    )
 
-    def look_at_save(self, metrics: Mapping[str, object]) -> None:
-        """Looks for the metrics of the keep policy too."""
+    def look_at_unsaved(self, step: int, metrics: Metrics) -> None:
+        """Notes metrics of a step that is not saved. Does not call a callable."""
+        if self._kept and isinstance(metrics, Mapping):
+            for name in self._kept:
+                if name in metrics:
+                    self._dropped[name] = step
+
+    def look_at_save(self, step: int, metrics: Mapping[str, object]) -> None:
+        """Looks for the metrics of both policies."""
         self.look_at_step(metrics)
-        if self._kept and metrics:
-            for name in [*self._kept]:
+        for name, unsaved in self._dropped.items():
+            # Most loops pass the same metrics at each step: nothing is missed.
+            if name not in metrics:
                 self._kept.pop(name)
-                if name not in metrics:
-                    why = "keep.best compares it, and deletes nothing while it may be recorded"
-                    self._warn(name, why, metrics)
-
-    def _warn(self, name: str, why: str, metrics: Mapping[str, object]) -> None:
-        known = ", ".join(map(str, metrics))
-        logger.warning(
-            "%s: no metric %r in metrics=; there are: %s. %s", self._url, name, known, why
-        )
+                logger.warning(
+                    "%s: the metrics of step %d are dropped: step %d is not saved, and step %d is "
+                    "saved without %r. Pass it at a step that is saved, or use manager.record",
+                    *(self._url, unsaved, unsaved, step, name),
+                )
+        self._dropped.clear()
 
 
 def stored_metadata(

@@ -191,7 +191,24 @@ class KeepAnyOf(KeepPolicy):
 
 def kept_metrics(policy: KeepPolicy) -> list[str]:
     """Returns the metrics that a policy compares."""
-    return [part.metric for part in _parts(policy) if isinstance(part, KeepBest)]
+    return [part.metric for part in _best_parts(policy)]
+
+
+def unmeasured(policy: KeepPolicy, verdicts: Iterable[Verdict]) -> dict[str, int]:
+    """Counts the steps that stay only because they lack a metric, by metric.
+
+    Up to ``pending`` steps wait in an ordinary run, and one more for the metric that comes next:
+    metrics with so few are left out.
+    """
+    parts = _best_parts(policy)
+    waiting = {part.waiting for part in parts}
+    held = [verdict.reasons for verdict in verdicts if waiting.issuperset(verdict.reasons)]
+    counts = {part: sum(part.waiting in reasons for reasons in held) for part in parts}
+    return {part.metric: count for part, count in counts.items() if count > part.pending + 1}
+
+
+def _best_parts(policy: KeepPolicy) -> list[KeepBest]:
+    return [part for part in _parts(policy) if isinstance(part, KeepBest)]
 
 
 def _parts(policy: KeepPolicy) -> tuple[KeepPolicy, ...]:
@@ -247,6 +264,11 @@ class KeepBest(KeepPolicy):
         check_count(self.n, f"{call}, n=...)", "n=1")
         check_count(self.pending, f"{call}, pending=...)", "pending=0", least=0)
 
+    @property
+    def waiting(self) -> str:
+        """The reason of a step that stays because it lacks the metric."""
+        return f"{self.metric} may still be recorded"
+
     def judge(self, steps: Sequence[StoredStep]) -> dict[StepName, str]:
         reasons: dict[StepName, str] = {}
         judged: list[tuple[StepName, float]] = []
@@ -259,7 +281,7 @@ class KeepBest(KeepPolicy):
             elif len(newer) >= self.pending:
                 judged.append((step.name, math.nan))
             else:
-                reasons[step.name] = f"{self.metric} may still be recorded"
+                reasons[step.name] = self.waiting
                 counted = len(newer)
         for name in newer[:counted]:
             reasons[name] = f"{self.metric} of an older step may still be recorded"

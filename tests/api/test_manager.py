@@ -537,15 +537,59 @@ def test_a_metric_that_no_step_has(root: Path, caplog: pytest.LogCaptureFixture)
     run.train(0)
     assert run.manager.best("vall", "min") is None
     assert not caplog.records
-    run.train(100, 200, metrics={"val": 1.0, "acc": 0.5})
+    run.train(*range(100, 1001, 100), metrics={"val": 1.0, "acc": 0.5})
     run.close()
     (text,) = [record.getMessage() for record in caplog.records]
-    assert "no metric 'vall' in metrics=; there are: val, acc. keep.best compares it" in text
+    assert "5 saved steps lack the metric 'vall' (there are: acc, val), so keep.best" in text
     caplog.clear()
     assert run.manager.best("vall", "min") is None
     assert "no step has the metric 'vall'; there are: acc, val" in caplog.text
     caplog.clear()
     assert run.manager.best("val", "min") is not None
+    assert not caplog.records
+
+
+def test_metrics_at_steps_that_are_not_saved(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One warning as soon as a save lacks what a step before it had, and one of what stays."""
+    run = Run(root, save=every.steps(10), keep=keep.last(3) | keep.best("val/loss", "min"))
+    for step in range(0, 300):
+        run.train(step, metrics={"val/loss": 1.0} if step % 50 == 49 else None)
+        run.manager.wait()
+    run.close()
+    assert len(run.manager.all_steps()) == 30
+    texts = [record.getMessage() for record in caplog.records]
+    dropped, stay = sorted(texts, key=lambda text: "lack" in text)
+    assert "step 49 are dropped: step 49 is not saved, and step 50 is saved without" in dropped
+    assert "5 saved steps lack the metric 'val/loss', so keep.best deletes none of them" in stay
+
+
+@pytest.mark.parametrize(("every_nth", "num_warnings"), [(1, 0), (2, 0), (3, 0), (5, 1)])
+def test_a_metric_of_some_saved_steps(
+    root: Path, caplog: pytest.LogCaptureFixture, every_nth: int, num_warnings: int
+) -> None:
+    run = Run(root, save=every.steps(10), keep=keep.last(3) | keep.best("val", "min"))
+    for step in range(0, 400, 5):
+        is_measured = step % (10 * every_nth) == 0
+        run.train(step, metrics={"val": 400.0 - step} if is_measured else {"loss": 1.0})
+        run.manager.wait()
+    run.close()
+    assert len(caplog.records) == num_warnings, caplog.text
+    if num_warnings:
+        assert "5 saved steps lack the metric 'val', so keep.best" in caplog.text
+
+
+def test_metrics_of_each_step(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The usual loop: those of a step that is not saved are not missed."""
+    run = Run(root, save=every.steps(10), keep=keep.last(1) | keep.best("loss", "min"))
+    run.train(*range(55), metrics={"loss": 1.0})
+    run.close()
+    assert not caplog.records
+
+
+def test_all_steps_stay_anyway(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(root, keep=keep.all() | keep.best("loss", "min"))
+    run.train(*range(0, 1000, 100))
+    run.close()
     assert not caplog.records
 
 
