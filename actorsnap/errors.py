@@ -421,7 +421,7 @@ class IncompatibleState(ActorSnapError):
             return "Pass an out of the saved dtype and shape, or none."
         advice = ["strict=False restores what matches and reports the rest."]
         if self.missing:
-            advice.append("rename= of Snapshot.restore takes leaves that have other names.")
+            advice.append("If leaves have other names, pass rename= to Snapshot.restore.")
         if any(_DTYPES.search(line) for line in self.mismatched):
             advice.append("cast=True of Snapshot.restore converts floating-point dtypes.")
         return " ".join(advice)

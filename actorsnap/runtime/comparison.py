@@ -15,7 +15,14 @@ import torch
 
 from actorsnap.errors import did_you_mean
 from actorsnap.format.geometry import Box
-from actorsnap.format.manifest import TensorEntry, ValueEntry, ViewEntry
+from actorsnap.format.manifest import (
+    BytesEntry,
+    CompositeEntry,
+    ContainerEntry,
+    TensorEntry,
+    ValueEntry,
+    ViewEntry,
+)
 from actorsnap.options import Options
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, Wants, named_ranks
 from actorsnap.planning.renaming import renamed
@@ -24,13 +31,22 @@ from actorsnap.protocol.restore import Comparison
 from actorsnap.runtime.location import AppState
 from actorsnap.state.capture import optimizers_in
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
+from actorsnap.state.objects import Refused, decode_inline
 from actorsnap.state.optim import ModelState, class_names, takes_state_of
 from actorsnap.state.records import Rebuild
 from actorsnap.state.restore.aliasing import find_conflicts
 from actorsnap.state.restore.build import KeyRestore, prepare
 from actorsnap.state.restore.match import Interest, entries_by_key
-from actorsnap.state.stateful import Matching, RNGState, Stateful, adapts, can_assign, matching_of
-from actorsnap.state.tree import escape, join, unescape
+from actorsnap.state.stateful import (
+    Matching,
+    RNGState,
+    Stateful,
+    adapts,
+    can_assign,
+    loads_dicts_only,
+    matching_of,
+)
+from actorsnap.state.tree import DICT_TYPES, escape, join, unescape
 
 
 @dataclass(slots=True)
@@ -182,6 +198,12 @@ class _Comparer:
             compared.mismatched += self._explain_private(key, private)
             if not private:
                 compared.hints.append(self._explain_absence(key))
+            return
+        if loads_dicts_only(stateful) and (what := _what_is_no_dict(key, self._entries[key])):
+            compared.mismatched.append(
+                f"{escape(key)}: {what} in the snapshot, not a dict; read it with "
+                f"snapshot.read_object({escape(key)!r})"
+            )
             return
         if escape(key) in self._changed:
             compared.mismatched.append(self._changed[escape(key)])
@@ -341,7 +363,7 @@ _PARAMS = re.compile("param_groups/[0-9]+/params(/[0-9]+)?")
 def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
     return {
         path: f"{path}: saved from {saved}, the app state has {class_names(optimizers)}; "
-        "to restore it nevertheless, pass options=Options(allow_optimizer_change=True) to "
+        "to restore it anyway, pass options=Options(allow_optimizer_change=True) to "
         "Snapshot(path) or CheckpointManager"
         for path, optimizers in optimizers_in(app_state).items()
         if (saved := index.optimizers.get(path)) and not takes_state_of(optimizers, saved)
@@ -393,6 +415,26 @@ def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: 
                     "distributed tensors; call prime_optimizer(optimizer) before"
                 ]
     return []
+
+
+def _what_is_no_dict(key: str, entries: Sequence[AnyEntry]) -> str | None:
+    """Describes the saved state of ``key`` if it cannot be a dict."""
+    root = escape(key)
+    for entry in entries:
+        if entry.path != root:
+            continue
+        match entry:
+            case ContainerEntry():
+                is_dict = entry.type in DICT_TYPES or entry.type == "defaultdict"
+                return None if is_dict else f"a {entry.type}"
+            case ValueEntry() if type(entry.value) is not Refused:
+                value = decode_inline(entry.value, root)
+                return None if isinstance(value, Mapping) else f"the value {value!r:.80}"
+            case BytesEntry():
+                return f"a {entry.type}" if entry.type in ("str", "bytes", "bytearray") else None
+            case TensorEntry() | ShardedEntry() | ViewEntry() | CompositeEntry():
+                return "a tensor"
+    return None
 
 
 def _stuck_on_meta(key: str, stateful: Stateful, part: KeyRestore) -> list[str]:

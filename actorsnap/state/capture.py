@@ -45,7 +45,7 @@ from actorsnap.state.distributed import (
 from actorsnap.state.optim import ModelState, class_names, parts_of, plain_name, submodules_of
 from actorsnap.state.sharing import Extents, Region, region_of
 from actorsnap.state.sources import ByteSource, Captured, HostMemory, Leaf, Part
-from actorsnap.state.stateful import RNGState, validate_app_state
+from actorsnap.state.stateful import RNGState, is_stateful, validate_app_state
 from actorsnap.state.tensors import (
     DTYPE_NAMES,
     PLAIN_TYPES,
@@ -387,7 +387,10 @@ class _Collector:
         try:
             kind, encoded = objects.encode(value, path)
         except objects.NotInline as error:
-            self._pickle_or_refuse(path, value, _why_not_inline(value, error), replicated)
+            if not self._allow_pickle and is_stateful(error.value):
+                self._refuse(path, _as_own_key(value, error))
+            else:
+                self._pickle_or_refuse(path, value, _why_not_inline(value, error), replicated)
             return
         if kind is None:
             self._parts.append(ValueEntry(path=path, value=encoded, replicated=replicated))
@@ -401,14 +404,15 @@ class _Collector:
 
     def _pickle_or_refuse(self, path: str, value: object, why: str, replicated: bool) -> None:
         if not self._allow_pickle:
-            allow = "or allow pickle with options=Options(allow_pickle=True)"
-            self._refuse(path, f"{why}, {allow}")
+            can_help = objects.can_be_pickled(value)
+            self._refuse(path, f"{why}, or {_ALLOW_PICKLE if can_help else _LEAVE_OUT}")
             return
         try:
             data = objects.pickled(value)
         except Exception as error:  # runs the value's own code
             name = type(value).__qualname__
-            self._refuse(path, f"is a {name} and cannot be pickled: {text_of(error)}")
+            text = f"has the type {name} and cannot be pickled: {text_of(error)}"
+            self._refuse(path, f"{text}; {_LEAVE_OUT}")
         else:
             self._add_bytes(path, "pickle", data, replicated)
 
@@ -736,6 +740,24 @@ class _Collector:
             replaced.setdefault(number, []).append(view)
 
 
+_LEAVE_OUT = "leave it out of the state dict"
+
+
+_ALLOW_PICKLE = "allow pickle with options=Options(allow_pickle=True)"
+
+
+def _as_own_key(value: object, error: objects.NotInline) -> str:
+    """Returns the reason and remedy for a stateful in the state of another one."""
+    culprit = error.value
+    what, key, held = "it", "name", "it"
+    if isinstance(culprit, torch.nn.Module):
+        what, key, held = "the module", "model", "module"
+    elif isinstance(culprit, torch.optim.Optimizer):
+        what, key, held = "the optimizer", "optimizer", "optimizer"
+    has = "has the type" if culprit is value else "holds a value of type"
+    return f'{has} {error.kind}; put {what} itself into the app state: {{"{key}": {held}}}'
+
+
 def _why_not_inline(value: object, error: objects.NotInline) -> str:
     """Returns the reason and a remedy."""
     culprit = error.value
@@ -775,8 +797,10 @@ def _why_not_inline(value: object, error: objects.NotInline) -> str:
             f"{is_in} an int of {culprit.bit_length()} bits; at most {objects.MAX_INT_BITS} "
             "are stored: convert it to bytes"
         )
+    has = "has the type" if culprit is value else "holds a value of type"
+    has = "has a key of type" if is_key else has
     return (
-        f"{is_in} a {error.kind}, which is outside of the safe set; convert it to tensors, "
+        f"{has} {error.kind}, which is outside of the safe set; convert it to tensors, "
         "arrays, numbers, strings, bytes, dicts, lists, tuples or a dataclass"
     )
 

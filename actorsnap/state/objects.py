@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import io
+import pickle
 import struct
 import warnings
 from base64 import b64decode, b64encode
@@ -576,6 +577,20 @@ def pickled(value: object) -> bytes:
     out = io.BytesIO()
     torch.save(value, out, pickle_protocol=5)
     return out.getvalue()
+
+
+def can_be_pickled(value: object) -> bool:
+    """Whether pickle takes ``value``. Runs its code, and keeps no bytes."""
+    try:
+        pickle.Pickler(_Sink(), protocol=5).dump(value)
+    except Exception:  # of the value's own code
+        return False
+    return True
+
+
+class _Sink:
+    def write(self, data: Any) -> int:
+        return memoryview(data).nbytes
 
 
 NUMPY_DTYPES: Final[dict[str, np.dtype[Any]]] = {

@@ -148,10 +148,15 @@ class Rebuild:
             }
         told = []
         if further := sorted(names - known):
-            told.append(f"has {_listed(further)}, which {qualname} lacks")
+            remedy = f"add {'them' if len(further) > 1 else 'it'} back"
+            told.append(f"no longer has {_listed(further)}: {remedy}")
         if lacking := sorted(needed - names):
-            told.append(f"lacks {_listed(lacking)}, which {qualname} needs")
-        return f"is a {class_name(module, qualname)} and {' and '.join(told)}" if told else None
+            has = "have" if len(lacking) > 1 else "has"
+            remedy = f"make {'them' if len(lacking) > 1 else 'it'} optional"
+            told.append(f"needs {_listed(lacking)}, which {has} no saved value: {remedy}")
+        if not told:
+            return None
+        return f"is a {class_name(module, qualname)}, which {', and '.join(told)}"
 
     def record(self, module: Any, qualname: Any, fields: dict[str, Any]) -> object:
         """Returns an instance of an allowed class, else a ``NamedRecord``.
@@ -165,9 +170,9 @@ class Rebuild:
         if type(module) is not str or type(qualname) is not str:
             raise ValueError("a record names its class by two strings")
         why = self.why_not(module, qualname, fields)
-        if why is not None:
-            raise UsageError(f"{why}. {HINT}")
         kind: Any = self.types.get((module, qualname))
+        if why is not None:
+            raise UsageError(f"{why}. {HINT}" if kind is None else f"{why}, or {FIELDS_HINT}")
         if kind is None:
             return NamedRecord(module, qualname, fields)
         try:
@@ -184,6 +189,9 @@ HINT: Final = (
     "Pass the classes in options=Options(allowed_types=[...]); read_object shows the fields "
     "without them"
 )
+
+
+FIELDS_HINT: Final = "read the saved fields with read_object, without allowed_types"
 
 
 def _listed(names: Sequence[str]) -> str:

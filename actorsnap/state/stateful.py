@@ -36,6 +36,10 @@ class Stateful(Protocol):
         ...
 
 
+def is_stateful(value: object) -> bool:
+    return isinstance(value, Stateful) and not isinstance(value, type)
+
+
 class StateDict(UserDict[str, Any]):
     """A dict that is a ``Stateful``: for counters, configurations, loose tensors.
 
@@ -124,7 +128,7 @@ def validate_app_state(app_state: object) -> None:
     for key, value in app_state.items():
         if type(key) is not str:
             wrong.append(f"the key {key!r} is of type {type(key).__name__}, not str")
-        if isinstance(value, type) or not isinstance(value, Stateful):
+        if not is_stateful(value):
             wrong.append(
                 f"the value at {key!r} is of type {type(value).__name__}, which lacks "
                 "state_dict or load_state_dict; put loose values into actorsnap.StateDict"
@@ -168,6 +172,16 @@ def matching_of(stateful: Stateful) -> Matching:
     if isinstance(stateful, ModelState) and not adapts(stateful.model):
         return Matching.MODEL
     return Matching.KEYS if isinstance(stateful, StateDict) else Matching.NOTHING
+
+
+def loads_dicts_only(stateful: Stateful) -> bool:
+    """Whether ``load_state_dict`` is one of this package or of torch, which fails on other states.
+
+    False for modules: their leaves are compared one by one.
+    """
+    if isinstance(stateful, StateDict):
+        return type(stateful).load_state_dict is StateDict.load_state_dict
+    return isinstance(stateful, RNGState | ModelState) or matching_of(stateful) is Matching.GROUPS
 
 
 def adapts(stateful: Stateful) -> bool:

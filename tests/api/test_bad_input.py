@@ -858,7 +858,7 @@ def test_misspelt_keys_of_an_app_state(saved: Path) -> None:
         "the snapshot has no key 'unlike'; it has 'model', 'progress'. To restore from another "
         "key, pass rename={'model': 'unlike'} to Snapshot.restore",
     ]
-    assert "rename= of Snapshot.restore" in str(caught.value)
+    assert "pass rename= to Snapshot.restore" in str(caught.value)
 
 
 def test_a_key_of_an_old_file(tmp_path: Path) -> None:

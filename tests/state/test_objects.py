@@ -305,7 +305,7 @@ class Unpicklable:
 
 
 def test_what_cannot_be_pickled_is_named() -> None:
-    with pytest.raises(UsageError, match=r"'s/a' is a Unpicklable .*no way(.|\n)*'s/b'"):
+    with pytest.raises(UsageError, match=r"'s/a' has the type Unpicklable .*no way(.|\n)*'s/b'"):
         store({"a": Unpicklable(), "b": Unpicklable()}, allow_pickle=True)
 
 

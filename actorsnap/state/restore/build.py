@@ -7,6 +7,7 @@ stored or fetched, nor call ``load_state_dict``.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from actorsnap.errors import FormatError, IncompatibleState, UsageError, did_you_mean, text_of
+from actorsnap.errors import (
+    FormatError,
+    IncompatibleState,
+    UnsupportedFormat,
+    UsageError,
+    did_you_mean,
+    text_of,
+)
 from actorsnap.format.manifest import BytesEntry, CompositeEntry
 from actorsnap.planning.index import AnyEntry, named_ranks
 from actorsnap.state import objects
@@ -241,10 +249,27 @@ def _decode(pair: Pair, data: bytearray, rebuild: Rebuild) -> object:
     except UsageError as error:
         raise UsageError(f"{entry.path!r} {error}") from error
     except Exception as error:
+        if entry.type == "pickle" and (lost := _lost_class(error)):
+            raise UnsupportedFormat(
+                key=entry.path,
+                detail=f"it was pickled from {lost}, which cannot be found: define or import it "
+                "before you restore, or restore other keys",
+            ) from error
         raise FormatError(
             key=entry.path, detail=f"its bytes are no {entry.type} value: {text_of(error)}"
         ) from error
     return _assign_array(pair.target, value) if entry.type == "numpy" else value
+
+
+def _lost_class(error: Exception) -> str | None:
+    """Returns the class or module that a pickle refers to and Python does not find."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"the module {error.name}"
+    found = _LOST.match(text_of(error)) if isinstance(error, AttributeError) else None
+    return f"{found[2]}.{found[1]}" if found is not None else None
+
+
+_LOST = re.compile("Can't get attribute '([^']+)' on <module '([^']+)'")
 
 
 def _spread(pair: Pair, whole: Any) -> Target | None:

@@ -27,7 +27,7 @@ from actorsnap.format.manifest import (
 from actorsnap.planning.index import AnyEntry, Elsewhere, ShardedEntry
 from actorsnap.state import devices, objects
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
-from actorsnap.state.records import HINT, Rebuild, class_name
+from actorsnap.state.records import FIELDS_HINT, HINT, Rebuild, class_name
 from actorsnap.state.restore.aliasing import TARGET_TYPES, Target
 from actorsnap.state.restore.checks import (
     NUMPY_KINDS,
@@ -419,7 +419,7 @@ def match_key(
         _refuse_pickles(found.pairs)
     _add_missing(found)
     if lines := found.skeleton.refusals(rebuild):
-        _refuse(lines)
+        _refuse(lines, f"Change the class, or {FIELDS_HINT}")
     if matching is Matching.GROUPS:
         _compare_groups(found, entries_of_key)
     return found
@@ -557,8 +557,9 @@ def _refuse_pickles(pairs: Iterable[Pair]) -> None:
     ]
     if pickles:
         lines = "\n".join(f"  {path!r}" for path in pickles)
+        some = "1 leaf is" if len(pickles) == 1 else f"{len(pickles)} leaves are"
         raise UsageError(
-            f"{len(pickles)} leaves are pickled, and unpickling runs any code in "
+            f"{some} pickled, and unpickling runs any code in "
             "the snapshot; if you trust it, pass options=Options(allow_pickle=True). "
             f"Otherwise restore other keys:\n{lines}"
         )
@@ -580,14 +581,14 @@ def _refuse_classes(entries: Iterable[AnyEntry], rebuild: Rebuild) -> None:
                 if (module, qualname) not in rebuild.types:
                     lines.append(f"{entry.path!r} is a {class_name(module, qualname)}")
     if lines:
-        _refuse([f"{line}, which is not in allowed_types" for line in dict.fromkeys(lines)])
+        _refuse([f"{line}, which is not in allowed_types" for line in dict.fromkeys(lines)], HINT)
 
 
-def _refuse(lines: Sequence[str]) -> NoReturn:
+def _refuse(lines: Sequence[str], hint: str) -> NoReturn:
     shown = "\n".join([f"  {line}" for line in lines[:_MAX_LINES]])
     further = f"\n  and {len(lines) - _MAX_LINES} more" if len(lines) > _MAX_LINES else ""
     some = "a record" if len(lines) == 1 else f"{len(lines)} records"
-    raise UsageError(f"{some} cannot be rebuilt. {HINT}:\n{shown}{further}")
+    raise UsageError(f"{some} cannot be rebuilt. {hint}:\n{shown}{further}")
 
 
 def _add_missing(found: Match) -> None:

@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors of a first day with actorsnap: each tells what to do next."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from actorsnap import IncompatibleState, Options, StateDict, UnsupportedFormat, UsageError
+from actorsnap.state.optim import ModelState
+from actorsnap.sync import Snapshot
+
+FAST = Options(fsync=False)
+
+
+# A state that is no dict -------------------------------------------------------------------------
+
+
+class Loose:
+    """A stateful whose state is no dict."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self.state = state_dict
+
+
+LOOSE: dict[str, tuple[Any, str]] = {
+    "int": (3, "the value 3"),
+    "long text": ("a" * 9000, "a str"),
+    "number": (1.5, "the value 1.5"),
+    "list": ([1, 2], "a list"),
+    "tensor": (torch.ones(2), "a tensor"),
+}
+
+
+@pytest.mark.parametrize("name", LOOSE)
+@pytest.mark.parametrize("make", [StateDict, None])
+def test_a_value_is_not_loaded_as_a_dict(
+    tmp_path: Path, name: str, make: Callable[..., Any] | None
+) -> None:
+    value, shown = LOOSE[name]
+    Snapshot.take(tmp_path / "s", {"epoch": Loose(value), "a": StateDict(x=1)}, options=FAST)
+    snapshot = Snapshot(tmp_path / "s")
+    first = StateDict(x=0)
+    target = StateDict(epoch=0) if make is StateDict else ModelState(torch.nn.Linear(1, 1), [])
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"a": first, "epoch": target})
+    (line,) = caught.value.mismatched
+    assert line == (
+        f"epoch: {shown} in the snapshot, not a dict; read it with snapshot.read_object('epoch')"
+    )
+    assert caught.value.is_untouched
+    assert first["x"] == 0
+    report = snapshot.restore({"a": first, "epoch": target}, strict=False)
+    assert report.mismatched == (line,)
+    assert first["x"] == 1
+    loose = Loose(None)
+    snapshot.restore({"epoch": loose})
+    assert type(loose.state) is type(value)
+
+
+def test_a_value_of_a_file_of_torch_is_not_loaded_as_a_dict(tmp_path: Path) -> None:
+    torch.save({"epoch": 3, "model": {"w": torch.ones(1)}}, tmp_path / "old.pt")
+    progress = StateDict(epoch=0)
+    with pytest.raises(IncompatibleState, match=r"epoch: the value 3 in the snapshot, not a dict"):
+        Snapshot(tmp_path / "old.pt").restore({"epoch": progress})
+    assert progress == {"epoch": 0}
+
+
+# Classes that are gone or changed ----------------------------------------------------------------
+
+
+class Own:
+    pass
+
+
+@dataclass
+class Cfg:
+    m: int = 1
+
+
+def test_a_class_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trusting = Options(fsync=False, allow_pickle=True)
+    Snapshot.take(tmp_path / "s", {"x": StateDict(o=Own())}, options=trusting)
+    monkeypatch.delattr(f"{__name__}.Own")
+    snapshot = Snapshot(tmp_path / "s", options=trusting)
+    text = (
+        f"x/o: it was pickled from {__name__}.Own, which cannot be found: define or import it "
+        "before you restore, or restore other keys"
+    )
+    for call in (lambda: snapshot.restore({"x": StateDict()}), lambda: snapshot.read_object("x/o")):
+        with pytest.raises(UnsupportedFormat) as caught:
+            call()
+        assert str(caught.value).startswith(text)
+
+
+def test_a_module_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trusting = Options(fsync=False, allow_pickle=True)
+    (tmp_path / "gone_by_then.py").write_text("class Own: pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    gone: Any = __import__("gone_by_then")
+    Snapshot.take(tmp_path / "s", {"x": StateDict(o=gone.Own())}, options=trusting)
+    (tmp_path / "gone_by_then.py").unlink()
+    monkeypatch.delitem(__import__("sys").modules, "gone_by_then")
+    with pytest.raises(UnsupportedFormat, match=r"x/o: .* the module gone_by_then, which cannot"):
+        Snapshot(tmp_path / "s", options=trusting).restore({"x": StateDict()})
+
+
+@pytest.mark.parametrize("is_inline", [False, True])
+def test_a_field_that_is_gone_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_inline: bool
+) -> None:
+    @dataclass
+    class Old:
+        m: int = 1
+        n: int = 2
+
+    Old.__module__, Old.__qualname__ = __name__, "Cfg"
+    value = {(0,): Old()} if is_inline else Old()
+    Snapshot.take(tmp_path / "s", {"x": StateDict(c=value)}, options=FAST)
+    snapshot = Snapshot(tmp_path / "s", options=Options(allowed_types=[Cfg]))
+    with pytest.raises(UsageError) as caught:
+        snapshot.restore({"x": StateDict()})
+    text = str(caught.value)
+    assert f"'x/c' is a {__name__}.Cfg, which no longer has the field 'n': add it back" in text
+    assert "read the saved fields with read_object, without allowed_types" in text
+    assert "Pass the classes" not in text
+    assert Snapshot(tmp_path / "s").read_object("x/c") is not None
+
+
+# Values that are not saved -----------------------------------------------------------------------
+
+
+def _generator() -> Iterator[int]:
+    yield 1
+
+
+UNPICKLABLE: dict[str, Any] = {
+    "lambda": lambda: 0,
+    "lock": threading.Lock(),
+    "generator": _generator(),
+}
+
+
+def _refusal(tmp_path: Path, **values: Any) -> str:
+    with pytest.raises(UsageError) as caught:
+        Snapshot.take(tmp_path / "s", {"x": StateDict(**values)}, options=FAST)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", UNPICKLABLE)
+@pytest.mark.parametrize("is_nested", [False, True])
+def test_pickle_is_offered_only_where_it_works(tmp_path: Path, name: str, is_nested: bool) -> None:
+    value = UNPICKLABLE[name]
+    text = _refusal(tmp_path, v={(0,): value} if is_nested else value)
+    assert "'x/v'" in text
+    assert "leave it out of the state dict" in text
+    assert "allow_pickle" not in text
+
+
+def test_an_open_file_is_left_out(tmp_path: Path) -> None:
+    with (tmp_path / "f").open("w") as file:
+        text = _refusal(tmp_path, v=file)
+    assert "has the type _io.TextIOWrapper" in text
+    assert "leave it out of the state dict" in text
+    assert "allow_pickle" not in text
+
+
+def test_a_value_has_a_type(tmp_path: Path) -> None:
+    text = _refusal(tmp_path, v=argparse.Namespace(lr=1))
+    assert "'x/v' has the type argparse.Namespace, which is outside of the safe set" in text
+    assert "allow_pickle=True" in text
+
+
+@pytest.mark.parametrize(
+    ("stateful", "name"),
+    [
+        (torch.nn.Linear(1, 1), "model"),
+        (torch.optim.SGD(torch.nn.Linear(1, 1).parameters()), "optimizer"),
+        (Loose(1), "name"),
+    ],
+)
+def test_a_stateful_belongs_into_the_app_state(tmp_path: Path, stateful: Any, name: str) -> None:
+    text = _refusal(tmp_path, v=stateful)
+    kind = "the module" if name == "model" else "the optimizer" if name == "optimizer" else "it"
+    assert f'put {kind} itself into the app state: {{"{name}": ' in text
+    assert "allow_pickle" not in text
+
+
+# Words -------------------------------------------------------------------------------------------
+
+
+def test_one_pickled_leaf(tmp_path: Path) -> None:
+    trusting = Options(fsync=False, allow_pickle=True)
+    Snapshot.take(tmp_path / "s", {"x": StateDict(o=Own())}, options=trusting)
+    with pytest.raises(UsageError, match="^1 leaf is pickled, and unpickling"):
+        Snapshot(tmp_path / "s").restore({"x": StateDict()})
