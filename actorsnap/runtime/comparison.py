@@ -174,7 +174,7 @@ class _Comparer:
         self._private: dict[str, list[str]] = {}
         for path in index.held_by_other_ranks:
             self._private.setdefault(path.partition("/")[0], []).append(path)
-        self._changed = _other_forms(app_state, index)
+        self._changed = _other_forms(app_state, index, states)
         if not options.allow_optimizer_change:
             self._changed |= _changed_optimizers(app_state, index)
         self.compared = Compared(
@@ -370,29 +370,72 @@ def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
     }
 
 
-def _other_forms(app_state: AppState, index: Index) -> dict[str, str]:
-    """Returns a line per ``ModelState`` of distributed parameters that was saved in another form.
+def _other_forms(app_state: AppState, index: Index, states: Mapping[str, Any]) -> dict[str, str]:
+    """Returns a line per ``ModelState`` whose optimizers were saved in a form that does not fit.
 
-    Its leaves have other names, so nothing tells how they are distributed.
+    The leaves of another form have other names, so nothing tells how they are distributed. And
+    torch loads other parameter groups without an error, but mixes or loses their hyperparameters.
     """
     lines: dict[str, str] = {}
     for key, stateful in app_state.items():
         if not isinstance(stateful, ModelState):
             continue
-        parameters = [each for optimizer in stateful.optimizers for each in _parameters(optimizer)]
-        if not any(map(is_distributed, parameters)):
-            continue
         path = join(key, "optim")
-        names = [e.path for e in index.entries if e.path.startswith(f"{path}/")]
-        sections = f"{path}/state/", f"{path}/param_groups/"
-        was_flat = not any(name.startswith(sections) for name in names)
-        if names and was_flat is not stateful.flatten:
-            lines[path] = (
-                f"{path}: saved with flatten={was_flat}, and the app state has distributed "
-                f"parameters and flatten={stateful.flatten}; restore into "
-                f"ModelState(model, optimizers, flatten={was_flat})"
-            )
+        entries = [e for e in index.entries if e.path.startswith(f"{path}/")]
+        optim = states[key].get("optim")
+        if entries and optim is not None:
+            why = _difference_of_forms(path, entries, stateful, optim)
+            if why is not None:
+                lines[path] = f"{path}: {why}"
     return lines
+
+
+def _difference_of_forms(
+    path: str, entries: Sequence[AnyEntry], state: ModelState, optim: Mapping[str, Any]
+) -> str | None:
+    """``optim``: of ``state``."""
+    parameters = [each for optimizer in state.optimizers for each in _parameters(optimizer)]
+    is_spread = any(map(is_distributed, parameters))
+    groups, states = f"{path}/param_groups/", f"{path}/state/"
+    names = [entry.path for entry in entries]
+    was_flat = not any(name.startswith((groups, states)) for name in names)
+    owners = {name[len(states) :].partition("/")[0] for name in names if name.startswith(states)}
+    if owners and all(owner.isdecimal() for owner in owners):
+        if not is_spread and state.flatten:
+            return None  # torch finds their names
+        return (
+            "saved from a plain optimizer, whose parameters are numbered; restore it into the "
+            "optimizer itself, after prime_optimizer(optimizer)"
+        )
+    if is_spread and was_flat is not state.flatten:
+        return (
+            f"saved with flatten={was_flat}, and the app state has distributed parameters and "
+            f"flatten={state.flatten}; restore into ModelState(model, optimizers, "
+            f"flatten={was_flat})"
+        )
+    if was_flat or state.flatten:
+        return None
+    saved: dict[str, set[str]] = {}
+    for entry in entries:
+        if entry.path.startswith(groups):
+            group, _, rest = entry.path[len(groups) :].partition("/")
+            names_in = saved.setdefault(group, set())
+            if rest.startswith("params") and isinstance(entry, ValueEntry):
+                value = entry.value
+                names_in.update(map(str, value if isinstance(value, list) else [value]))
+    held = [set(map(str, group["params"])) for group in optim["param_groups"]]
+    # Long lists have not been read yet.
+    is_known = all(saved.values())
+    if not saved or (
+        len(saved) == len(held)
+        and not (is_known and sorted(map(sorted, saved.values())) != sorted(map(sorted, held)))
+    ):
+        return None
+    return (
+        "the parameter groups in the snapshot and in the app state have other parameters "
+        f"({len(saved)} and {len(held)} groups); make the same groups. A state that is saved with "
+        "flatten=True fits any groups"
+    )
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -171,3 +171,67 @@ def test_a_plain_stateful_takes_it(tmp_path: Path) -> None:
     seen = StateDict()
     assert Snapshot(tmp_path / "s").restore({"optimizer": seen}).is_complete
     assert "param_groups" in seen
+
+
+def grouped(*names: str) -> ModelState:
+    """A model whose optimizer has a group per string of parameter names; one step is done."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    parameters = dict(model.named_parameters())
+    groups = [
+        {"params": [parameters[f"{i}.{name}"] for i in (0, 1) for name in each.split()], "lr": rate}
+        for each, rate in zip(names, (0.1, 0.2), strict=False)
+    ]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return ModelState(model, optimizer, flatten=False)
+
+
+@pytest.mark.parametrize(
+    ("saved", "current"),
+    [
+        (["weight bias"], ["bias", "weight"]),
+        (["bias", "weight"], ["weight bias"]),
+    ],
+)
+def test_other_parameter_groups_of_a_model_state(
+    tmp_path: Path, saved: list[str], current: list[str]
+) -> None:
+    """torch would load them, and lose hyperparameters."""
+    Snapshot.take(tmp_path / "s", {"t": grouped(*saved)})
+    state = grouped(*current)
+    before = copy.deepcopy(state.state_dict())
+    with pytest.raises(IncompatibleState, match=f"{len(saved)} and {len(current)} groups") as error:
+        Snapshot(tmp_path / "s").restore({"t": state})
+    assert "flatten=True" in str(error.value)
+    assert_same(state.state_dict(), before)
+    report = Snapshot(tmp_path / "s").restore({"t": state}, strict=False)
+    assert len(report.mismatched) == 1
+    assert_same(state.state_dict()["optim"], before["optim"])
+    state.optimizers[0].step()
+
+
+def test_the_order_of_groups_and_parameters_may_differ(tmp_path: Path) -> None:
+    saved = grouped("bias", "weight")
+    Snapshot.take(tmp_path / "s", {"t": saved})
+    state = grouped("weight", "bias")
+    Snapshot(tmp_path / "s").restore({"t": state})
+    rates = {
+        name: group["lr"]
+        for group in state.state_dict()["optim"]["param_groups"]
+        for name in group["params"]
+    }
+    assert rates == {"0.bias": 0.1, "1.bias": 0.1, "0.weight": 0.2, "1.weight": 0.2}
+
+
+def test_an_optimizers_own_state_into_a_model_state_per_group(tmp_path: Path) -> None:
+    """Its parameters are numbered; ``flatten=True`` takes it."""
+    saved = grouped("weight bias")
+    Snapshot.take(tmp_path / "s", {"m": saved.model, "o": saved.optimizers[0]})
+    names = {"m": "t/model", "o": "t/optim"}
+    state = grouped("weight bias")
+    with pytest.raises(IncompatibleState, match="saved from a plain optimizer"):
+        Snapshot(tmp_path / "s").restore({"t": state}, rename=names)
+    flat = ModelState(state.model, state.optimizers)
+    Snapshot(tmp_path / "s").restore({"t": flat}, rename=names)
+    assert_same(state.state_dict(), saved.state_dict())
