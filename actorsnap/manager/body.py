@@ -123,6 +123,8 @@ class ManagerBody:
 
     def due(self, step: int, given: Given) -> str | None:
         """Returns why the step is to be saved; None: nothing is to be done. No I/O, no message."""
+        if self._is_closed:
+            self._check_open("maybe_save")
         step = check_training_step(step)
         self._note_unsaved(step)
         self._given = step, given
@@ -172,7 +174,7 @@ class ManagerBody:
 
         Raises the failure of an earlier save at the end: a save that failed must not cost another.
         """
-        self._check_open()
+        self._check_open("save")
         step = check_training_step(step)
         objection = self._see(step)
         if step == self._saved:
@@ -265,7 +267,7 @@ class ManagerBody:
         return save
 
     def request(self, reason: str) -> None:
-        self._check_open()
+        self._check_open("request")
         self.asking.request(reason)
 
     def restart_steps(self) -> None:
@@ -462,7 +464,7 @@ class ManagerBody:
         allow_fresh: bool,
     ) -> Script[Restored | None]:
         """Restores the newest whole snapshot of the current timeline, on all ranks."""
-        self._check_open()
+        self._check_open("restore_latest")
         check_flag("strict", strict)
         check_flag("allow_fresh", allow_fresh)
         state, refusal = self._try_app_state(app_state)
@@ -474,7 +476,7 @@ class ManagerBody:
 
     def restore(self, step: int, app_state: AppState | None, *, strict: bool) -> Script[Restored]:
         """Restores a step of the current timeline; later steps are abandoned by the next save."""
-        self._check_open()
+        self._check_open("restore")
         step = check_training_step(step)
         state, refusal = self._try_app_state(app_state)
         yield from self._wait_for_pending()
@@ -701,9 +703,12 @@ class ManagerBody:
         except Exception as error:
             return {}, error
 
-    def _check_open(self) -> None:
+    def _check_open(self, call: str) -> None:
         if self._is_closed:
-            raise UsageError(f"the manager of {self.root.url} is closed")
+            raise UsageError(
+                f"the manager of {self.root.url} is closed: call {call} inside the `with` block, "
+                "or make a new manager"
+            )
 
     @property
     def is_forked(self) -> bool:

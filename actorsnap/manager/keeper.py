@@ -52,6 +52,9 @@ MAX_PASS_S = 120.0
 """Bound of the deletions of one pass; the next one goes on."""
 
 
+_MAX_NAMED = 4
+"""Most steps that a log line names."""
+
 _LOST_COMMIT = "its commit object is gone: `actorsnap recover` writes it again"
 
 
@@ -239,6 +242,7 @@ class Keeper:
         self._saved_to = root
         self._held: Collection[StepName] = ()  # at a tier too
         self._reported: set[str] = set()  # metrics
+        self._looked_back: int | None = None  # the generation
 
     def watch(self, name: StepName, save: Save) -> None:
         """Verifies the save after its commit, and runs a pass."""
@@ -381,6 +385,7 @@ class Keeper:
         generation = self.generation
         if generation is None or self._looks_superseded(listing):
             return verdicts, Deletions()
+        self._report_abandoned(listing, commits, generation)
         self._report_unmeasured(policy, verdicts, steps)
         rests = leftovers(
             {*listing.names}.difference(self._in_flight, self._held),
@@ -395,6 +400,28 @@ class Keeper:
         # Marks of what is at a tier only are no rests.
         listing = replace(listing, names={*listing.names, *self._held})
         return verdicts, await self._delete(opened, listing, generation, intents, rests)
+
+    def _report_abandoned(
+        self, listing: Listing, commits: Mapping[StepName, Commit | FormatError], generation: int
+    ) -> None:
+        """Warns, after the first commit of a run, of the steps that it does not continue."""
+        if self._looked_back == generation or generation not in listing.parents:
+            return
+        self._looked_back = generation
+        if listing.parents[generation] is not None:
+            return
+        earlier = [
+            name
+            for name, commit in commits.items()
+            if isinstance(commit, Commit) and name.generation < generation
+        ]
+        steps = [str(name.step) for name in current_timeline(listing, earlier)]
+        if steps:
+            logger.warning(
+                "%s: this run began without restore_latest(), so it abandons what was saved "
+                "before: step %s. To continue that run, call restore_latest() first",
+                *(self._root.url, _some_of(steps)),
+            )
 
     def _report_unmeasured(
         self, policy: KeepPolicy, verdicts: Sequence[Verdict], steps: Sequence[StoredStep]
@@ -650,6 +677,12 @@ def find_step(
 def make_intent(commit: Commit | FormatError, generation: int, reason: str) -> DeleteIntent:
     attempt = commit.attempt if isinstance(commit, Commit) else ""
     return DeleteIntent(attempt=attempt, generation=generation, reason=reason)
+
+
+def _some_of(texts: Sequence[str]) -> str:
+    if len(texts) <= _MAX_NAMED:
+        return ", ".join(texts)
+    return f"{', '.join(texts[: _MAX_NAMED - 1])}, ..., {texts[-1]} ({len(texts)} in all)"
 
 
 def _reason(policy: KeepPolicy) -> str:

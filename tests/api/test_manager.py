@@ -521,6 +521,32 @@ def test_a_damaged_record_of_a_run(
     assert len(names(root)) == 4
 
 
+@pytest.mark.parametrize("restores", [False, True])
+def test_a_run_that_begins_again(
+    root: Path, caplog: pytest.LogCaptureFixture, restores: bool
+) -> None:
+    """A cell of a notebook that runs again: its first commit abandons the earlier steps."""
+    for step in (0, 100, 200):
+        first = Run(root, keep=keep.all())
+        first.manager.restore_latest()
+        first.train(step)
+        first.close()
+    second = Run(root)
+    assert not caplog.records
+    if restores:
+        second.manager.restore(100)
+    second.train(150, 300, 400)
+    second.close()
+    texts = [record.getMessage() for record in caplog.records]
+    if restores:
+        assert texts == []
+        return
+    (text,) = texts
+    assert "abandons what was saved before: step 0, 100, 200. To continue" in text
+    assert "call restore_latest() first" in text
+    assert second.manager.all_steps() == [300, 400]
+
+
 def test_metrics_and_best(root: Path) -> None:
     run = Run(root, keep=keep.last(1) | keep.best("loss", "min"), min_valid=1)
     for step, loss in ((0, 3.0), (100, 1.0), (200, 2.0), (300, float("nan"))):

@@ -76,6 +76,16 @@ def test_a_bad_timeout_closes_nothing(tmp_path: Path, timeout_s: Any) -> None:
     assert "verified" in [*map(str, (event.kind for event in manager.events()))]
 
 
+def test_a_closed_manager_saves_nothing(tmp_path: Path) -> None:
+    """Also at a step that is not due: the loop would run on for a long time."""
+    with make(tmp_path / "run", save=every.steps(100)) as manager:
+        manager.maybe_save(0)
+    with pytest.raises(UsageError, match="is closed: call maybe_save inside the `with` block"):
+        manager.maybe_save(1)
+    with pytest.raises(UsageError, match="is closed"):
+        manager.save(2)
+
+
 def test_a_closed_manager_takes_no_request(tmp_path: Path) -> None:
     with make(tmp_path / "run") as manager:
         manager.save(1)
