@@ -12,12 +12,13 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
-from actorsnap.errors import ActorSnapError, RestoreAborted
+from actorsnap.errors import ActorSnapError, RestoreAborted, UsageError
 from actorsnap.protocol.failure import (
     Failure,
     Stage,
     explain_coordinator_loss,
     explain_loss,
+    name_rank,
     named_ranks,
 )
 from actorsnap.protocol.messages import Arrived, Ask, Failed, Proceed
@@ -181,10 +182,13 @@ class CoordinatorActor:
         awaited, trouble = self._machine.awaited, self._trouble()
         reason = f"timeout_s={self._timeout_s:g} is over" + (f"; {trouble}" if trouble else "")
         if awaited:
-            reason += (
-                f"; still waiting for {named_ranks(awaited)}. Raise Options.timeout_s if the "
-                "storage is that slow"
-            )
+            advice = "Raise Options.timeout_s if the storage is that slow"
+            if self._committer is not None and self._decisions.stage is Stage.JOIN:
+                advice = (
+                    "A state_dict() call there has not ended, or the process is stopped: look at "
+                    "the log, or raise Options.timeout_s"
+                )
+            reason += f"; still waiting for {named_ranks(awaited)}. {advice}"
         return Overdue(self._failure(reason, awaited[0] if len(awaited) == 1 else None))
 
     def _failure(self, reason: str, rank: int | None) -> Failure:
@@ -227,7 +231,10 @@ class ParticipantActor:
         if failure is None:
             return None
         error = failure.to_error()
-        if failure.rank is not None and not isinstance(error, RestoreAborted):
+        if failure.rank is None:
+            return error
+        name_rank(error, failure.rank)
+        if not isinstance(error, RestoreAborted | UsageError):
             error.add_note(
                 f"actorsnap: it began on rank {failure.rank}, in stage '{failure.stage}'"
             )

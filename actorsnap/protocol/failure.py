@@ -22,6 +22,7 @@ from actorsnap.errors import (
     SnapshotAborted,
     StateChanged,
     StorageError,
+    UsageError,
     attribute_of,
     describe,
     notes_of,
@@ -236,6 +237,13 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         )
         aborted.__cause__ = error or (decode(self.causes) if self.causes else None)
         return aborted
+
+
+def name_rank(error: ActorSnapError, rank: int) -> None:
+    """Puts the rank in front of the text of a ``UsageError``, which other ranks raise too."""
+    if isinstance(error, UsageError):
+        error.message = error.fields["message"] = f"rank {rank}: {error.message}"
+        error.args = (error.message,)
 
 
 def restore_aborted(

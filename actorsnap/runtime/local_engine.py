@@ -29,6 +29,7 @@ from actorsnap.errors import (
     SnapshotAborted,
     StorageError,
     UnsupportedFormat,
+    UsageError,
     set_cause,
 )
 from actorsnap.format.compression import Codec
@@ -36,7 +37,7 @@ from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_o
 from actorsnap.log import Log
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.packing import PackingRules
-from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.protocol.failure import Failure, Stage, name_rank
 from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
@@ -461,8 +462,10 @@ class LocalEngine:
         if failure.rank in (None, self.save.rank):
             if self.cause is not None:
                 set_cause(error, self.cause)
-        elif not isinstance(error, SnapshotAborted):
+        elif not isinstance(error, SnapshotAborted | UsageError):
             error.add_note(f"actorsnap: this happened on rank {failure.rank}")
+        if failure.rank is not None and self.save.world_size > 1:
+            name_rank(error, failure.rank)
         return error
 
     async def _collect(self, committer: CommitActor) -> None:

@@ -211,8 +211,8 @@ def test_ranks_at_a_store_without_an_address_do_not_detach(
 
 def test_what_only_one_rank_does(director: Director, tmp_path: Path) -> None:
     cases = {
-        "1 leaf": ("UsageError", "'own/x' is a object"),
-        "0 leaf": ("UsageError", "'own/x' is a object"),
+        "1 leaf": ("UsageError", "'own/x'"),
+        "0 leaf": ("UsageError", "'own/x'"),
         "1 by thread": ("", ""),
         "0 by thread": ("", ""),
         "1 options": ("UsageError", "options must be"),

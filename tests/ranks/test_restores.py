@@ -306,6 +306,7 @@ def test_a_mismatch_on_one_rank(director: Director, tmp_path: Path) -> None:
 
 def test_bad_input_on_one_rank(director: Director, tmp_path: Path) -> None:
     found = play(director, tmp_path, "input", whom=0)
+    assert found[0]["text"].startswith("rank 0: ")
     assert {said["error"] for said in found} == {"UsageError"}
     assert found[0]["text"] == found[1]["text"]
     assert [said["calls"] for said in found] == [[], []]

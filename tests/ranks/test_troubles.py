@@ -71,14 +71,17 @@ def _wrong(director: Director, path: Path, what: str, error: str, *words: str) -
         ("step", "step must be an integer of at least 0, or None, not True"),
         slow("step of rank 0", "step must be an integer of at least 0, or None, not True"),
         slow("options", "options must be actorsnap.Options"),
-        ("leaf", "'own/x' is a object"),
+        ("leaf", "'own/x'"),
         ("globs", "replicated= is ['model/**'] on rank 0, ['model/w0'] on rank 1"),
         ("part", "'sharded/x' lies on 3 ranks, but is in the app state of ranks 0, 2 only"),
         ("shape", "'model/w1' is float32 (1048576,) on rank 0, float32 (5,) on rank 1"),
     ],
 )
 def test_bad_input_on_one_rank(director: Director, tmp_path: Path, what: str, word: str) -> None:
-    _wrong(director, tmp_path / "s", what, "UsageError", word)
+    found = _wrong(director, tmp_path / "s", what, "UsageError", word)
+    if what not in ("globs", "part", "shape"):  # a disagreement of several ranks
+        rank = 0 if what == "step of rank 0" else 1
+        assert {each["text"].partition(": ")[0] for each in found} == {f"rank {rank}"}
 
 
 def test_state_dict_raises_on_one_rank(director: Director, tmp_path: Path) -> None:
@@ -87,6 +90,11 @@ def test_state_dict_raises_on_one_rank(director: Director, tmp_path: Path) -> No
     assert [rank["cause"] for rank in found] == ["KeyError"] * 3
     assert found[0]["stage"] == "capture"
     assert "state_dict() of 'b'" in found[0]["text"]
+
+
+def test_state_dict_of_one_rank_does_not_end(director: Director, tmp_path: Path) -> None:
+    text = "still waiting for rank 1. A state_dict() call there has not ended"
+    _wrong(director, tmp_path / "s", "stuck", "SnapshotAborted", text)
 
 
 def test_state_dict_takes_long_on_rank_0(director: Director, tmp_path: Path) -> None:

@@ -137,6 +137,10 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
         case "slow" if me.rank == 0:
             app["slow"] = _Slow()
             more["options"] = Options(fsync=False, lost_after_s=4.0)
+        case "stuck":
+            more["options"] = Options(fsync=False, timeout_s=2.0)
+            if odd:
+                app["slow"] = _Slow()
         case "globs" if odd:
             more["replicated"] = ["model/w0"]
         case "part":
