@@ -3,20 +3,24 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
+from actorsnap.cli_streams import prepare_streams
+
 
 def main() -> None:
-    _check_streams()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            # The encoding may lack characters.
-            stream.reconfigure(errors="backslashreplace")
+    try:
+        _main()
+    except KeyboardInterrupt:  # while modules are imported; later the commands catch it
+        sys.exit(130)
+
+
+def _main() -> None:
+    prepare_streams()
     try:
         from actorsnap.cli_app import COMMANDS, add_outlines, app
     except ModuleNotFoundError as error:
@@ -31,17 +35,6 @@ def main() -> None:
     _end(app)
 
 
-def _check_streams() -> None:
-    """Ends if stdout or stderr is closed: the next file that is opened would take its number."""
-    if sys.stdin is None:
-        sys.stdin = open(os.devnull)
-    for name in ("stderr", "stdout"):
-        if getattr(sys, name) is None:
-            if sys.stderr is not None:
-                sys.stderr.write(f"error: {name} is closed\n")
-            sys.exit(4)
-
-
 def _end(app: Callable[..., object]) -> NoReturn:
     """Runs the program. A failure to write its output must not look like damage, which is 1."""
     end = SystemExit(0)
@@ -51,8 +44,6 @@ def _end(app: Callable[..., object]) -> NoReturn:
         except SystemExit as ended:
             end = ended
         sys.stdout.flush()
-    except BrokenPipeError:
-        _discard_output()
     except OSError as error:
         _discard_output()
         with suppress(OSError):

@@ -360,7 +360,7 @@ def cp(
     option: BothOption = None,
 ) -> None:
     """Copy a snapshot, or continue an interrupted copy. Other formats are converted."""
-    with errors():
+    with errors(interrupted="interrupted; run the command again to continue"):
         source_there, target = _both_sides(source, to, src_option, dst_option, option)
         with progress("copying") as update:
 
@@ -403,7 +403,7 @@ def convert(
 
     Works like `cp`, and prints a summary.
     """
-    with errors():
+    with errors(interrupted="interrupted; run the command again to continue"):
         source_there, target = _both_sides(source, to, src_option, dst_option, option)
         commit = run(reading.load_commit(source_there))
         with progress("converting") as update:

@@ -94,8 +94,13 @@ def run(script: Script[T]) -> T:
 
 
 @contextmanager
-def errors(damaged: int = 4) -> Iterator[None]:
-    """Turns errors into a line and an exit code, and keeps them as its cause."""
+def errors(damaged: int = 4, *, interrupted: str = "") -> Iterator[None]:
+    """Turns errors into a line and an exit code, and keeps them as its cause.
+
+    Args:
+        damaged: Exit code for damage.
+        interrupted: Text to print after Ctrl-C.
+    """
     try:
         yield
         sys.stdout.flush()
@@ -109,11 +114,9 @@ def errors(damaged: int = 4) -> Iterator[None]:
         print_error(text)
         raise typer.Exit(_exit_code(error, damaged)) from error
     except KeyboardInterrupt as error:
+        if interrupted:
+            err.print(interrupted)
         raise typer.Exit(130) from error
-    except BrokenPipeError:
-        # `| head`: the rest is not read, including buffered output.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        raise typer.Exit(0) from None
     except (typer.Exit, typer.Abort):
         raise
     except Exception as error:

@@ -1217,6 +1217,82 @@ def test_nobody_reads_on(long: Path) -> None:
         assert process.stderr.read() == b""
 
 
+INTERRUPTED = """
+import os, signal, sys
+from actorsnap.__main__ import main
+
+class Finder:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "actorsnap.cli":
+            os.kill(os.getpid(), signal.SIGINT)
+
+sys.meta_path.insert(0, Finder)
+sys.argv[1:] = ["ls", "nothing"]
+main()
+"""
+
+
+def test_an_interrupt_of_imports() -> None:
+    ended = subprocess.run(
+        forker.command("-c", INTERRUPTED), env=ENVIRONMENT, capture_output=True, check=False
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+
+
+def test_an_interrupted_copy(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "run", interrupted)
+    ended = run("cp", saved, tmp_path / "b")
+    assert (ended.code, ended.out) == (130, "")
+    assert ended.err == "interrupted; run the command again to continue\n"
+
+
+def without_reader(*arguments: object, both: bool = False) -> int:
+    """Runs a command whose output nobody reads, and returns its exit code."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "wb") as out:
+        done = subprocess.run(
+            command(*arguments),
+            env=ENVIRONMENT,
+            stdout=out,
+            stderr=out if both else subprocess.PIPE,
+            timeout=300,
+            check=False,
+        )
+    assert both or b"Traceback" not in done.stderr
+    return done.returncode
+
+
+def test_changes_that_nobody_reads_about(saved: Path, tmp_path: Path) -> None:
+    assert without_reader("cp", saved, tmp_path / "b", "--json") == 0
+    assert run("verify", "--full", tmp_path / "b").code == 0
+    assert [each.name for each in (tmp_path / "b").iterdir() if each.is_dir()] == [
+        each.name for each in saved.iterdir() if each.is_dir()
+    ]
+    shutil.copytree(saved, tmp_path / "c")
+    assert without_reader("rm", "--yes", tmp_path / "b", tmp_path / "c") == 0
+    assert not (tmp_path / "b").exists()
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("both", [False, True], ids=["stdout", "both"])
+def test_verdicts_that_nobody_reads(saved: Path, tmp_path: Path, both: bool) -> None:
+    other = state()
+    other["model"]["w"][0] = 7
+    Snapshot.take(tmp_path / "other", other)
+    for more in ([], ["--json"]):
+        assert without_reader("diff", saved, tmp_path / "other", *more, both=both) == 1
+    (file, *_) = saved.glob("*/data/**/*.safetensors")
+    file.unlink()
+    assert without_reader("verify", saved, "--json", both=both) == 1
+    assert without_reader("verify", saved, both=True) == 1
+    assert without_reader("latest", saved, both=True) == 3
+
+
 @pytest.mark.parametrize("arguments", ["verify", "verify --json", "ls", "inspect", "rm", "--help"])
 def test_a_full_disk(long: Path, arguments: str) -> None:
     """1 would mean that the snapshot is damaged."""

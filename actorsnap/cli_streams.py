@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The program's streams: none may be closed, and none ends a command when its reader ends.
+
+Imports nothing else: it is needed first.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import sys
+from typing import Any
+
+
+def prepare_streams() -> None:
+    _check_streams()
+    sys.stdout, sys.stderr = _wrap(sys.stdout), _wrap(sys.stderr)
+
+
+def _check_streams() -> None:
+    """Ends if stdout or stderr is closed: the next file that is opened would take its number."""
+    if sys.stdin is None:
+        sys.stdin = open(os.devnull)
+    for name in ("stderr", "stdout"):
+        if getattr(sys, name) is None:
+            if sys.stderr is not None:
+                sys.stderr.write(f"error: {name} is closed\n")
+            sys.exit(4)
+
+
+class _LastingFile(io.FileIO):
+    """A stream that drops what is written after its reader is gone, so that the command goes on.
+
+    Otherwise ``rm A B C | head -1`` could end before it has deleted B, and ``verify`` without its
+    exit code.
+    """
+
+    def write(self, data: Any, /) -> int:
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            null = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(null, self.fileno())
+            os.close(null)
+            return memoryview(data).nbytes
+
+
+def _wrap(stream: Any) -> Any:
+    if not isinstance(stream, io.TextIOWrapper):
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_LastingFile(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding,
+        errors="backslashreplace",  # the encoding may lack characters
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
