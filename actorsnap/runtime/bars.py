@@ -17,7 +17,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from importlib import import_module
-from typing import NamedTuple, Self, TextIO, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Self, TextIO, TypeAlias, TypeVar
 
 import anyio
 
@@ -26,6 +26,7 @@ from actorsnap.errors import printable
 from actorsnap.log import Log
 from actorsnap.runtime.host import Host, Script, wait_done
 from actorsnap.runtime.script import is_in_kernel
+from actorsnap.runtime.texts import size_text
 
 T = TypeVar("T")
 
@@ -59,6 +60,16 @@ Look: TypeAlias = Callable[[], Sequence[Amount]]
 """Returns the amounts of all phases; on any thread, and never blocks."""
 
 
+class Output:
+    """What the calls of one save draw on, one after another. In a notebook: one output of a cell.
+
+    Attributes:
+        handle: Of IPython, once anything is drawn.
+    """
+
+    handle: Any = None
+
+
 class ByteCount:
     """Bytes done; threads add to it."""
 
@@ -84,11 +95,23 @@ def of_save(board: ProgressBoard) -> Look:
     return look
 
 
-def shown(script: Script[T], look: Look, url: str, *, is_on: bool) -> Script[T]:
-    """Runs a script and shows its progress, if ``is_on``."""
+def shown(
+    script: Script[T],
+    look: Look,
+    url: str,
+    *,
+    is_on: bool,
+    output: Output | None = None,
+    has_end: bool = True,
+) -> Script[T]:
+    """Runs a script and shows its progress, if ``is_on``.
+
+    Args:
+        output, has_end: See ``Display``.
+    """
     if not is_on:
         return (yield from script)
-    display = Display(look, url, first_s=_FIRST_S, has_lines=True)
+    display = Display(look, url, first_s=_FIRST_S, has_lines=True, output=output, has_end=has_end)
     display.start()
     try:
         result = yield from script
@@ -109,13 +132,26 @@ class Display:
         url: Of the snapshot, without secrets; empty for none.
         first_s: Delay of the bars.
         has_lines: Write plain lines on stderr where bars cannot be shown.
+        output: Where an earlier call for the same save has drawn.
+        has_end: Leave the last state visible. If False, a later call for the same save does.
     """
 
-    def __init__(self, look: Look, url: str = "", *, first_s: float = 0.0, has_lines: bool) -> None:
+    def __init__(
+        self,
+        look: Look,
+        url: str = "",
+        *,
+        first_s: float = 0.0,
+        has_lines: bool,
+        output: Output | None = None,
+        has_end: bool = True,
+    ) -> None:
         self._look = look
         self._url = url
         self._first_s = first_s
         self._has_lines = has_lines
+        self._output = output or Output()
+        self._has_end = has_end
         self._is_stopped = threading.Event()
         self._ended: concurrent.futures.Future[None] = concurrent.futures.Future()
 
@@ -183,14 +219,15 @@ class Display:
         """
         display = import_module("IPython.display").display
         self._is_stopped.wait(self._first_s)
-        handle, drawn = None, None
+        output, drawn = self._output, None
         while True:
             is_last = self._is_stopped.is_set()
             amounts = [*self._look()]
-            if handle is None:
-                handle = display(_bundle(amounts, self._name), raw=True, display_id=True)
-            elif amounts != drawn:
-                handle.update(_bundle(amounts, self._name), raw=True)
+            if output.handle is not None:
+                if amounts != drawn:
+                    output.handle.update(_bundle(amounts, self._name), raw=True)
+            elif not is_last or self._has_end:
+                output.handle = display(_bundle(amounts, self._name), raw=True, display_id=True)
             if is_last:
                 return
             drawn = amounts
@@ -251,6 +288,8 @@ class Display:
         is_last = False
         while not is_last:
             is_last = self._is_stopped.wait(_LINE_S)
+            if is_last and not self._has_end:
+                return
             line = f"{self._url}: {', '.join(_text(amount) for amount in self._look())}"
             with suppress(AttributeError, OSError, ValueError):  # no stderr, or a closed one
                 sys.stderr.write(f"{printable(line)}\n")
@@ -279,6 +318,5 @@ def _bundle(amounts: Sequence[Amount], name: str) -> dict[str, str]:
 
 
 def _text(amount: Amount) -> str:
-    mib = 1 << 20
-    total = f"{amount.total_bytes / mib:.1f} MiB" if amount.total_bytes else "an unknown total"
-    return f"{amount.phase} {amount.done_bytes / mib:.1f} of {total}"
+    total = size_text(amount.total_bytes) if amount.total_bytes else "an unknown total"
+    return f"{amount.phase} {size_text(amount.done_bytes)} of {total}"

@@ -20,6 +20,7 @@ from actorsnap.actors.trace import Phase, ProgressBoard
 from actorsnap.errors import SnapshotAborted, describe, printable
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Stage
+from actorsnap.runtime.bars import Output
 from actorsnap.runtime.host import Host, PendingSave
 from actorsnap.runtime.location import Location
 from actorsnap.runtime.resources import CommitTurn
@@ -97,7 +98,7 @@ class Save:
         is_committed: Nothing can fail the save any more.
         is_unanswered: See ``CommitActor``.
         is_detached: The uploader process continues the save without this one.
-        shows_progress: While a caller waits for it.
+        output: Where its progress is drawn while a caller waits for it. None: nowhere.
         keys: Of this rank's app state, if known.
     """
 
@@ -119,7 +120,7 @@ class Save:
         self.is_committed = False
         self.is_unanswered = False
         self.is_detached = False
-        self.shows_progress = False
+        self.output: Output | None = None
         self.keys: tuple[str, ...] = ()
         self._has_begun = False
         self.staged: concurrent.futures.Future[None] = concurrent.futures.Future()

@@ -28,7 +28,7 @@ from actorsnap.options import Options, chunk_within
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.runtime import pacing
-from actorsnap.runtime.bars import of_save, shown
+from actorsnap.runtime.bars import Output, of_save, shown
 from actorsnap.runtime.host import Host, Script, wait_done
 from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import (
@@ -110,7 +110,7 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
         save = yield from _prepare(call, is_async, ranks=(global_rank(),))
     else:
         save = yield from _prepare_in_team(call, is_async, team)
-    save.shows_progress = call.progress and save.rank == 0
+    save.output = Output() if call.progress and save.rank == 0 else None
     returns_failed, is_lazy = call.returns_failed, call.stage == "lazy"
     del call
     try:
@@ -123,7 +123,7 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
         # Raised through the loop: an error raised by the future keeps the caller's frames and so
         # the app state alive.
         if not awaited.done() or awaited.exception() is not None:
-            yield from _shown(save, _step(lambda: _await_or_cancel(save, awaited)))
+            yield from _shown(save, _step(lambda: _await_or_cancel(save, awaited)), awaited)
     except BaseException as error:
         # Ctrl-C may have come while no step waited.
         save.cancel("the caller was interrupted")
@@ -338,7 +338,7 @@ def await_pending(save: Save, future: concurrent.futures.Future[T]) -> Script[T]
         await wait_done(future)
         return future.result()
 
-    return (yield from _shown(save, _step(wait)))
+    return (yield from _shown(save, _step(wait), future))
 
 
 def _step(work: Callable[[], Coroutine[Any, Any, T]]) -> Script[T]:
@@ -346,8 +346,13 @@ def _step(work: Callable[[], Coroutine[Any, Any, T]]) -> Script[T]:
     return result
 
 
-def _shown(save: Save, script: Script[T]) -> Script[T]:
-    return shown(script, of_save(save.board), save.url, is_on=save.shows_progress)
+def _shown(save: Save, script: Script[T], awaited: concurrent.futures.Future[Any]) -> Script[T]:
+    return shown(
+        *(script, of_save(save.board), save.url),
+        is_on=save.output is not None,
+        output=save.output,
+        has_end=awaited is save.finished,
+    )
 
 
 _guarded: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -236,15 +236,29 @@ def test_elsewhere_lines_are_written(
         snapshot.restore(state(), progress=True)
     lines = (capsys.readouterr().err if terminal is None else terminal.text()).splitlines()
     assert len(lines) > 3
-    assert any(re.search(r": staging \S+ of 4.0 MiB, storing \S+ of 4.0 MiB$", x) for x in lines)
-    assert re.search(r": reading 4.0 of 4.0 MiB$", lines[-1])
+    size = r"\S+ \S+ of 4.0 MiB"
+    assert any(re.search(f": staging {size}, storing {size}$", x) for x in lines)
+    assert re.search(r": reading 4.0 MiB of 4.0 MiB$", lines[-1])
     assert all(str(tmp_path) in line for line in lines)
 
 
 def test_a_short_call_gets_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     sync.Snapshot.take(tmp_path / "s", state(), options=OPTIONS, progress=True)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.endswith("/s: staging 4.0 of 4.0 MiB, storing 4.0 of 4.0 MiB")
+    assert line.endswith("/s: staging 4.0 MiB of 4.0 MiB, storing 4.0 MiB of 4.0 MiB")
+
+
+def test_a_manager_writes_one_line_per_save(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    app_state = {"a": StateDict(w=torch.zeros(10))}
+    settings: Any = {"save": every.steps(1), "options": OPTIONS, "progress": True}
+    with CheckpointManager(tmp_path, app_state, **settings) as manager:
+        for step in range(3):
+            manager.maybe_save(step)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 3, lines
+    assert lines[-1].endswith("2.g1: staging 4.0 KiB of 4.0 KiB, storing 4.0 KiB of 4.0 KiB")
 
 
 def test_no_stderr_fails_nothing(
@@ -271,36 +285,73 @@ print("rich" in sys.modules)
     assert done.stdout.strip() == "False"
 
 
-def test_a_notebook(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One output, updated by display messages in the context of the caller; no widgets."""
-    shown: list[tuple[str, str]] = []
+@pytest.fixture
+def outputs(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str]]]:
+    """The outputs of a cell, each with its drawings: display messages in the caller's context."""
+    outputs: list[list[tuple[str, str]]] = []
     cell = ContextVar("cell", default="another")
     cell.set("this")
 
-    def receive(bundle: dict[str, str], *, raw: bool, display_id: bool = False) -> Any:
-        assert raw
-        assert cell.get() == "this"
-        assert display_id is (not shown)
-        shown.append((bundle["text/plain"], bundle["text/html"]))
-        return SimpleNamespace(update=receive)
+    def display(bundle: dict[str, str], *, raw: bool, display_id: bool) -> Any:
+        drawings: list[tuple[str, str]] = []
+        outputs.append(drawings)
+
+        def update(bundle: dict[str, str], *, raw: bool) -> None:
+            assert raw
+            assert cell.get() == "this"
+            drawings.append((bundle["text/plain"], bundle["text/html"]))
+
+        assert display_id
+        update(bundle, raw=raw)
+        return SimpleNamespace(update=update)
 
     shell = SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=receive))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     monkeypatch.setitem(sys.modules, "ipywidgets", None)
-    monkeypatch.setattr(bars, "_FIRST_S", 0.0)
     monkeypatch.setattr(bars, "_NOTEBOOK_S", 0.02)
+    return outputs
+
+
+def test_a_notebook(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    outputs: list[list[tuple[str, str]]],
+) -> None:
+    """One output, which is updated; no widgets."""
+    monkeypatch.setattr(bars, "_FIRST_S", 0.0)
     with faulty(throttled):
         url = faulty_url(tmp_path / "a&b")
         sync.Snapshot.take(url, state(), options=OPTIONS, progress=True)
+    (shown,) = outputs
     assert len(shown) > 2
     assert len(shown) == len(dict.fromkeys(shown))
     plain, html = shown[-1]
-    assert plain == "a&b staging 4.0 of 4.0 MiB\na&b storing 4.0 of 4.0 MiB"
+    assert plain == "a&b staging 4.0 MiB of 4.0 MiB\na&b storing 4.0 MiB of 4.0 MiB"
     assert html.count('"></progress> a&amp;b st') == 2
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("first_s", [0.0, 60.0])
+def test_a_manager_in_a_notebook(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outputs: list[list[tuple[str, str]]],
+    first_s: float,
+) -> None:
+    """One output per save, complete in the end, although several calls wait for it."""
+    monkeypatch.setattr(bars, "_FIRST_S", first_s)
+    settings: Any = {"save": every.steps(1), "options": OPTIONS, "progress": True}
+    with faulty(throttled):
+        with CheckpointManager(faulty_url(tmp_path), state(), **settings) as manager:
+            manager.maybe_save(0)
+            manager.maybe_save(1)
+    assert len(outputs) == 2
+    for step, shown in enumerate(outputs):
+        name = f"step-000000000{step}.g1"
+        size = "4.0 MiB of 4.0 MiB"
+        assert shown[-1][0] == f"{name} staging {size}\n{name} storing {size}"
 
 
 def test_a_bad_flag(tmp_path: Path) -> None:
