@@ -18,12 +18,15 @@ def parse_time(text: str) -> timedelta:
     """Returns ``2d``, ``1.5h``, ``10min`` or ``30s`` as a time.
 
     Raises:
-        ValueError: The text is none of these.
+        ValueError: The text is none of these, or the time is too long.
     """
     found = re.fullmatch(r"([0-9.]+)(s|min|h|d)", text)
     if found is None:
         raise ValueError(text)
-    return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+    try:
+        return timedelta(seconds=float(found[1]) * _SECONDS[found[2]])
+    except OverflowError as error:
+        raise ValueError(text) from error
 
 
 def parse_policies(texts: Iterable[str]) -> KeepPolicy:
@@ -44,7 +47,12 @@ def _parse_policy(text: str) -> KeepPolicy:
     try:
         return parse(arguments)
     except ValueError as error:
-        raise UsageError(f"--keep {text}: write {_EXAMPLES[kind]}") from error
+        advice = f"write {_EXAMPLES[kind]}"
+        if "of at least 1" in str(error):
+            advice = f"the number must be at least 1, as in {_EXAMPLES[kind]}"
+        elif "of more than 0" in str(error):
+            advice = f"the time must be more than 0, as in {_EXAMPLES[kind]}"
+        raise UsageError(f"--keep {text}: {advice}") from error
 
 
 def _parse_all(arguments: str) -> KeepPolicy:

@@ -291,9 +291,16 @@ def _parse_time(text: str | None) -> timedelta | None:
     if text is None:
         return None
     try:
-        return parse_time(text)
+        time = parse_time(text)
     except ValueError as error:
         raise UsageError(f"--until {text}: write 30d (or s, min, h)") from error
+    try:
+        datetime.now(UTC) + time
+    except OverflowError as error:
+        raise UsageError(
+            f"--until {text} is after the year 9999: a pin without --until never expires"
+        ) from error
+    return time
 
 
 def _parse_metric(text: str) -> tuple[str, float]:
@@ -498,14 +505,13 @@ def _summarize(done: _Outcome, sizes: Mapping[StepName, int], *, is_dry: bool) -
 
 def _step_json(info: StepInfo) -> dict[str, Any]:
     is_committed = info.state in ("committed", "abandoned")
-    created = datetime.fromtimestamp(info.created_s, UTC).isoformat() if is_committed else None
     return {
         "step": info.step,
         "generation": info.name.generation,
         "name": str(info.name),
         "url": info.url,
         "state": info.state,
-        "created": created,
+        "created": _time_json(info.created_s) if is_committed else None,
         # JSON has no NaN and infinities.
         "metrics": {
             name: value if math.isfinite(value) else repr(value)
@@ -515,8 +521,16 @@ def _step_json(info: StepInfo) -> dict[str, Any]:
     }
 
 
+def _time_json(time_s: float) -> str | float | None:
+    """Returns the seconds if the year is not in 1 to 9999."""
+    try:
+        return datetime.fromtimestamp(time_s, UTC).isoformat().replace("+00:00", "Z")
+    except (ValueError, OverflowError, OSError):
+        return time_s if math.isfinite(time_s) else None
+
+
 def _pin_json(pin: Pin) -> dict[str, Any]:
-    until = None if pin.until_s is None else datetime.fromtimestamp(pin.until_s, UTC).isoformat()
+    until = None if pin.until_s is None else _time_json(pin.until_s)
     return {"name": str(pin.name), "reason": pin.reason, "holder": pin.holder, "until": until}
 
 

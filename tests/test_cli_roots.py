@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from actorsnap import StateDict, UsageError, cli
 from actorsnap.cli_policies import parse_policies
 from actorsnap.format.steps import DeleteIntent, StepName, encode_record, intent_key
-from actorsnap.manager import every, keep
+from actorsnap.manager import every, keep, looking
 from actorsnap.manager.sync import CheckpointManager
 from actorsnap.planning.keeping import KeepPolicy
 from actorsnap.runtime.roots import Records, Root
@@ -99,6 +99,55 @@ def test_steps_says_why(root: Path) -> None:
         "stays: last 1, newest, newest verified, one of 1 verified",
     ]
     assert len(names(root)) == 4
+
+
+def test_times_that_are_too_long(root: Path) -> None:
+    far = "99999999999999999d"
+    for until in ("9999999d", far):
+        ended = run("pin", root, 200, "--reason", "paper", "--until", until)
+        assert (ended.code, ended.out) == (2, "")
+        assert ended.err.startswith(f"error: --until {until}")
+        assert len(ended.err.splitlines()) == 1
+    ended = run("steps", root, "--keep", f"newer_than:{far}")
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == f"error: --keep newer_than:{far}: write newer_than:2d (or s, min, h)\n"
+
+
+def test_a_pin_beyond_the_calendar(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As earlier releases accepted it."""
+    with pytest.raises(UsageError, match="after the year 9999"), manager(root) as running:
+        running.pin(200, "paper", until=timedelta(days=9_999_999))
+    monkeypatch.setattr(looking, "_time_until", lambda until: until.total_seconds())
+    with manager(root) as running:
+        running.pin(200, "paper", until=timedelta(days=9_999_999))
+    (pin,) = json.loads(run("steps", root, "--json").out)[2]["pins"]
+    assert pin["until"] > 9_999_999 * 86400
+    assert run("best", root, "loss", "--json").code == 0
+    assert run("unpin", root, 200, "--json").code == 0
+    ended = run("unpin", root, 200)
+    assert ended.code == 2
+    assert ended.err.endswith(f"{name(200)} is not pinned\n")
+
+
+def test_times_of_json(root: Path) -> None:
+    pinned = json.loads(run("pin", root, 0, "--reason", "x", "--until", "30d", "--json").out)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[0-9:.]+Z", pinned["until"])
+    (first, *_) = json.loads(run("steps", root, "--json").out)
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT[0-9:.]+Z", first["created"])
+
+
+@pytest.mark.parametrize(
+    ("policy", "advice"),
+    [
+        ("last:0", "the number must be at least 1, as in last:3"),
+        ("every:0", "the number must be at least 1, as in every:1000"),
+        ("newer_than:0d", "the time must be more than 0, as in newer_than:2d (or s, min, h)"),
+        ("last:x", "write last:3"),
+    ],
+)
+def test_numbers_of_policies(policy: str, advice: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(f"--keep {policy}: {advice}") + "$"):
+        parse_policies([policy])
 
 
 def test_min_valid_without_a_policy(root: Path) -> None:
@@ -393,7 +442,7 @@ def test_expired_pins_do_not_count(root: Path) -> None:
     assert run("unpin", root, 0).out.startswith(f"{name(0)}  no longer pinned: new")
     ended = run("unpin", root, 0)
     assert ended.code == 2
-    assert "no such pin\n" in ended.err
+    assert "is not pinned\n" in ended.err
 
 
 @pytest.mark.parametrize("place", [name(0), f"{name(0)}/", "link"])
@@ -438,7 +487,7 @@ def test_record(root: Path) -> None:
         (["pin", "x", "--reason", "a"], "'x' is no step"),
         (["pin", "7", "--reason", "a"], "no snapshot of step 7"),
         (["pin", "0", "--reason", "a", "--until", "soon"], "write 30d"),
-        (["unpin", "0"], "no such pin"),
+        (["unpin", "0"], "is not pinned"),
         (["record", "0", "loss"], "is no metric"),
         (["record", "0", "loss=high"], "is no metric"),
         (["record", "0", "=1"], "is no metric"),

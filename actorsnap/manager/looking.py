@@ -158,6 +158,12 @@ def _time_until(until: object) -> float:
         until = until - datetime.now(UTC)
     if not isinstance(until, timedelta) or until <= timedelta():
         raise UsageError(f"until={until!r}: write timedelta(days=30), or a datetime to come")
+    try:
+        datetime.now(UTC) + until
+    except OverflowError as error:
+        raise UsageError(
+            f"until={until!r} is after the year 9999: a pin without until never expires"
+        ) from error
     return until.total_seconds()
 
 
@@ -177,7 +183,8 @@ def unpin(root: Root, step: int | StepName | Pin, reason: str | None) -> Script[
         found = [pin for pin in pins if reason in (None, pin.reason)]
         if not found:
             others = f"; it is {', '.join(map(str, pins))}" if pins else ""
-            raise UsageError(f"{root.url_of(name)} has no such pin{others}")
+            what = "is not pinned" if reason is None else "has no such pin"
+            raise UsageError(f"{root.url_of(name)} {what}{others}")
         if len({pin.reason for pin in found}) > 1:
             raise UsageError(
                 f"{root.url_of(name)} is {', '.join(map(str, found))}: name the reason of the pin "

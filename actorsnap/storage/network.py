@@ -40,6 +40,7 @@ P = ParamSpec("P")
 _CLEANUP = frozenset({"abort", "aclose"})
 """Never delayed: they free what other verbs wait for."""
 
+_MAX_COUNT = 1_000_000
 _MAX_TIMEOUT_S = 24 * 3600
 
 
@@ -76,8 +77,8 @@ class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
             if url.port == 0:  # may raise
                 raise ValueError("endpoint_url must not have port 0")
         for name in ("max_concurrency", "max_attempts"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be 1 or more")
+            if not 1 <= getattr(self, name) <= _MAX_COUNT:
+                raise ValueError(f"{name} must be 1 or more, and at most {_MAX_COUNT}")
         for name in ("connect", "stall", "request", "transfer"):
             if not 0 < getattr(self, f"{name}_timeout_s") <= _MAX_TIMEOUT_S:
                 raise ValueError(f"{name}_timeout_s must be in (0, {_MAX_TIMEOUT_S}]")

@@ -174,6 +174,8 @@ async def test_bytes_that_change_on_the_way_are_sent_again(ceph: CephServer) -> 
         ({"addressing_style": "dns"}, "'dns'"),
         ({"part_bytes": _MIB}, "part_bytes must be between 10 MiB"),
         ({"max_concurrency": 0}, "max_concurrency must be 1 or more"),
+        ({"max_concurrency": 10**20}, "max_concurrency must be .* at most 1000000"),
+        ({"max_attempts": 10**20}, "max_attempts must be .* at most 1000000"),
         ({"stall_timeout_s": 0}, r"stall_timeout_s must be in \(0, 86400\]"),
         ({"transfer_timeout_s": float("inf")}, "transfer_timeout_s must be in"),
         ({"secret_access_key": _SECRETS[1]}, "belong together"),
