@@ -387,7 +387,7 @@ class _Collector:
         try:
             kind, encoded = objects.encode(value, path)
         except objects.NotInline as error:
-            if not self._allow_pickle and is_stateful(error.value):
+            if not self._allow_pickle and isinstance(error.value, _TORCH_STATEFULS):
                 self._refuse(path, _as_own_key(value, error))
             else:
                 self._pickle_or_refuse(path, value, _why_not_inline(value, error), replicated)
@@ -747,15 +747,16 @@ _ALLOW_PICKLE = "allow pickle with options=Options(allow_pickle=True)"
 
 
 def _as_own_key(value: object, error: objects.NotInline) -> str:
-    """Returns the reason and remedy for a stateful in the state of another one."""
+    """Returns the reason and remedy for a module or an optimizer in the state of another one."""
     culprit = error.value
-    what, key, held = "it", "name", "it"
+    key, held = "optimizer", "optimizer"
     if isinstance(culprit, torch.nn.Module):
-        what, key, held = "the module", "model", "module"
-    elif isinstance(culprit, torch.optim.Optimizer):
-        what, key, held = "the optimizer", "optimizer", "optimizer"
+        key, held = "model", "module"
     has = "has the type" if culprit is value else "holds a value of type"
-    return f'{has} {error.kind}; put {what} itself into the app state: {{"{key}": {held}}}'
+    return f'{has} {error.kind}; put the {held} itself into the app state: {{"{key}": {held}}}'
+
+
+_TORCH_STATEFULS = (torch.nn.Module, torch.optim.Optimizer)
 
 
 def _why_not_inline(value: object, error: objects.NotInline) -> str:
@@ -799,6 +800,8 @@ def _why_not_inline(value: object, error: objects.NotInline) -> str:
         )
     has = "has the type" if culprit is value else "holds a value of type"
     has = "has a key of type" if is_key else has
+    if is_stateful(culprit):
+        return f"{has} {error.kind}; put it itself into the app state, under a key of its own"
     return (
         f"{has} {error.kind}, which is outside of the safe set; convert it to tensors, "
         "arrays, numbers, strings, bytes, dicts, lists, tuples or a dataclass"

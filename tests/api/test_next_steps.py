@@ -189,14 +189,15 @@ def test_a_value_has_a_type(tmp_path: Path) -> None:
     [
         (torch.nn.Linear(1, 1), "model"),
         (torch.optim.SGD(torch.nn.Linear(1, 1).parameters()), "optimizer"),
-        (Loose(1), "name"),
     ],
 )
 def test_a_stateful_belongs_into_the_app_state(tmp_path: Path, stateful: Any, name: str) -> None:
     text = _refusal(tmp_path, v=stateful)
-    kind = "the module" if name == "model" else "the optimizer" if name == "optimizer" else "it"
-    assert f'put {kind} itself into the app state: {{"{name}": ' in text
+    kind = "module" if name == "model" else "optimizer"
+    assert f'put the {kind} itself into the app state: {{"{name}": {kind}}}' in text
     assert "allow_pickle" not in text
+    text = _refusal(tmp_path, v=Loose(1))
+    assert "put it itself into the app state, under a key of its own, or allow pickle" in text
 
 
 # Words -------------------------------------------------------------------------------------------
@@ -207,3 +208,65 @@ def test_one_pickled_leaf(tmp_path: Path) -> None:
     Snapshot.take(tmp_path / "s", {"x": StateDict(o=Own())}, options=trusting)
     with pytest.raises(UsageError, match="^1 leaf is pickled, and unpickling"):
         Snapshot(tmp_path / "s").restore({"x": StateDict()})
+
+
+# Whole modules in files of torch.save ------------------------------------------------------------
+
+
+def _whole(file: str, kind: str) -> str:
+    return (
+        f"{file} holds a whole module ({kind}), not a state dict. If you trust the file: "
+        f"torch.save(torch.load('{file}', weights_only=False).state_dict(), 'state.pt')"
+    )
+
+
+class Net(torch.nn.Linear):
+    pass
+
+
+@pytest.mark.parametrize("is_zip", [True, False])
+@pytest.mark.parametrize("allow_pickle", [True, False])
+@pytest.mark.parametrize("is_allowed", [True, False])
+def test_a_whole_module_in_a_file(
+    tmp_path: Path, is_zip: bool, allow_pickle: bool, is_allowed: bool
+) -> None:
+    modules = {
+        "a.pt": (torch.nn.Sequential(torch.nn.Linear(1, 1)), "torch.nn.Sequential"),
+        "b.pt": (Net(1, 1), f"{__name__}.Net"),
+    }
+    options = Options(allow_pickle=allow_pickle)
+    with torch.serialization.safe_globals([torch.nn.Sequential, Net] if is_allowed else []):
+        for file, (module, kind) in modules.items():
+            torch.save(module, tmp_path / file, _use_new_zipfile_serialization=is_zip)
+            with pytest.raises(UsageError) as caught:
+                Snapshot(tmp_path / file, options=options).restore({"model": module})
+            assert str(caught.value) == _whole(file, kind)
+            saved = {"model": module, "epoch": 1}
+            torch.save(saved, tmp_path / file, _use_new_zipfile_serialization=is_zip)
+            with pytest.raises(UsageError) as caught:
+                Snapshot(tmp_path / file, options=options).restore({"model": module})
+            text = str(caught.value)
+            assert f"{file} holds a whole module ({kind}) among its values" in text
+            assert f"torch.load('{file}', weights_only=False)" in text
+
+
+def test_modules_without_tensors_are_values(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(1)}, "loss": torch.nn.MSELoss()}, tmp_path / "a.pt")
+    snapshot = Snapshot(tmp_path / "a.pt", options=Options(allow_pickle=True))
+    assert type(snapshot.read_object("loss")) is torch.nn.MSELoss
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.tensor = torch.ones(2)
+
+
+def test_tensors_in_other_objects_have_a_place(tmp_path: Path) -> None:
+    torch.save({"model": {"w": torch.ones(1)}, "x": [Holder()]}, tmp_path / "a.pt")
+    with pytest.raises(UsageError) as caught:
+        Snapshot(tmp_path / "a.pt", options=Options(allow_pickle=True)).keys()
+    assert str(caught.value) == (
+        f"a.pt: there are tensors inside of 'x/0' ({__name__}.Holder), which cannot be read "
+        "without loading the file: load it with torch.load, and save these tensors in dicts or "
+        "lists"
+    )

@@ -320,7 +320,7 @@ def test_overwriting(tmp_path: Path, save: Any) -> None:
 @pytest.mark.parametrize("save", [dcp.save, ours.save], ids=["torch", "ours"])
 def test_objects_need_allow_pickle(tmp_path: Path, save: Any) -> None:
     state = {"a": {"value": Fraction(1, 3)}}
-    with pytest.raises(CheckpointException, match="'a/value' is a fractions.Fraction"):
+    with pytest.raises(CheckpointException, match="'a/value' has the type fractions.Fraction"):
         save(state, storage_writer=ActorsnapWriter(tmp_path / "s"))
     options = Options(allow_pickle=True)
     save(state, storage_writer=ActorsnapWriter(tmp_path / "s", options=options))

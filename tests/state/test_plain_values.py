@@ -228,7 +228,9 @@ def test_a_refusal_names_the_reason(name: str) -> None:
     with pytest.raises(UsageError, match=rf"'s/v' .*{reason}") as caught:
         store({"v": value})
     is_lambda = name == "factory"  # which cannot be pickled
-    further = "leave it out" if is_lambda else "allow pickle with options=Options(allow_pickle=True)"
+    further = (
+        "leave it out" if is_lambda else "allow pickle with options=Options(allow_pickle=True)"
+    )
     assert f", or {further}" in str(caught.value)
     assert len(str(caught.value)) < 500
 

@@ -51,6 +51,20 @@ class Refusal(pickle.UnpicklingError):
         self.name = name
 
 
+class WholeModule(Refusal):
+    """A pickle needs a module's class.
+
+    Attributes:
+        kind: The class.
+        is_all: Nothing precedes it, so that the pickle is likely to hold nothing else.
+    """
+
+    def __init__(self, kind: type, *, is_all: bool) -> None:
+        super().__init__("it holds a whole module")
+        self.kind = kind
+        self.is_all = is_all
+
+
 class CheckedUnpickler(_PythonUnpickler):  # type: ignore[misc]
     """Reads the next pickle in ``file``.
 

@@ -250,9 +250,10 @@ class _Describer:
             begin = content.starts.get(saved.key, item.start)
             return self._stored(item, content, ghosts, begin + start, begin + stop, name)
 
-        StateDescriber(self.description, ghosts, stored, allow_pickle=self._allow_pickle).add(
-            {path: value}
+        describer = StateDescriber(
+            self.description, name, ghosts, stored, allow_pickle=self._allow_pickle
         )
+        describer.add({path: value})
 
     def _stored(
         self,

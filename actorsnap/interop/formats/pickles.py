@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
@@ -21,7 +21,7 @@ import torch
 from actorsnap.errors import FormatError, UsageError, describe, text_of
 from actorsnap.format.geometry import extent_bytes
 from actorsnap.format.manifest import CompositeEntry, Entry, Stored, TensorEntry, ViewEntry
-from actorsnap.interop.formats.checked_pickles import Refusal
+from actorsnap.interop.formats.checked_pickles import Refusal, WholeModule
 from actorsnap.interop.formats.describing import DEFAULT_KEY, Description
 from actorsnap.interop.formats.numpy_pickles import real
 from actorsnap.interop.formats.torch_pickles import TorchUnpickler
@@ -66,6 +66,8 @@ class Ghosts:
                 pass
             case (_, storage_type, str() | bytes() as key, _, int() as numel, None):  # old files
                 pass
+            case ("module", kind, _, _):  # old files; with the source of a module's class
+                return kind
             case _:
                 raise pickle.UnpicklingError("a reference in it is to no storage of torch")
         if storage_type is torch.UntypedStorage:
@@ -117,6 +119,8 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of typed storages
             return unpickler.load()
+    except WholeModule as error:
+        raise _whole_module(error.kind, key, is_all=error.is_all) from error
     except Refusal as error:
         name = error.name
         by_name = f"{name} by torch.serialization.add_safe_globals, or everything by "
@@ -139,6 +143,22 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
         ) from error
     except Exception as error:
         raise _damaged(key, error) from error
+
+
+def _whole_module(kind: type, key: str, *, is_all: bool) -> UsageError:
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if getattr(torch.nn, kind.__qualname__, None) is kind:
+        name = f"torch.nn.{kind.__qualname__}"
+    load = f"torch.load({key!r}, weights_only=False)"
+    if is_all:
+        return UsageError(
+            f"{key} holds a whole module ({name}), not a state dict. If you trust the file: "
+            f"torch.save({load}.state_dict(), 'state.pt')"
+        )
+    return UsageError(
+        f"{key} holds a whole module ({name}) among its values. If you trust the file, load it "
+        f"with {load}, replace the module by its state_dict(), and save it again"
+    )
 
 
 def _damaged(key: str, error: Exception) -> FormatError:
@@ -218,6 +238,7 @@ class StateDescriber:
     """Describes a saved state. Tensors that overlap share their bytes, as in ``docs/format.md``.
 
     Args:
+        key: Name of the file, for messages.
         ghosts: Of the pickle.
         locate: Returns the place of bytes ``[start, stop)`` of a storage.
         replicated: Whether all ranks may read it.
@@ -226,6 +247,7 @@ class StateDescriber:
     def __init__(
         self,
         description: Description,
+        key: str,
         ghosts: Ghosts,
         locate: Callable[[SavedStorage, int, int], Stored],
         *,
@@ -233,6 +255,7 @@ class StateDescriber:
         replicated: bool = False,
     ) -> None:
         self._description = description
+        self._key = key
         self._ghosts = ghosts
         self._locate = locate
         self._allow_pickle = allow_pickle
@@ -253,7 +276,7 @@ class StateDescriber:
                     leaves += self._dense_of(path, value)
                 else:
                     leaves.append((path, value))
-        self._check_all_described()
+        self._check_all_described(leaves)
         tensors = self._tensor_entries()
         for path, value in leaves:
             if isinstance(value, _Dense):
@@ -322,13 +345,23 @@ class StateDescriber:
         self._dense.setdefault(saved.key, []).append(dense)
         return dense
 
-    def _check_all_described(self) -> None:
+    def _check_all_described(self, leaves: Sequence[tuple[str, object]]) -> None:
         """Refuses objects with tensors: they would be without data."""
         if not self._allow_pickle or self._ghosts.found.keys() <= self._dense.keys():
             return
+        odd: list[str] = []
+        for path, value in leaves:
+            if isinstance(value, torch.nn.Module) and next(value.parameters(), None) is not None:
+                raise _whole_module(type(value), self._key, is_all=path == DEFAULT_KEY)
+            if not isinstance(value, _Dense | CompositeEntry | Container):
+                try:
+                    objects.encode_inline(value, path)
+                except objects.NotInline as error:
+                    odd.append(f"{path!r} ({error.kind})")
         raise UsageError(
-            "there are tensors inside of other objects, such as whole modules: load the file with "
-            "torch.load, and save the state_dict() of these objects"
+            f"{self._key}: there are tensors inside of {' or '.join(odd[:5])}, which cannot be "
+            "read without loading the file: load it with torch.load, and save these tensors in "
+            "dicts or lists"
         )
 
     def _tensor_entries(self) -> dict[str, list[Entry]]:

@@ -319,6 +319,7 @@ def _describe(place: Place, saved: SavedFile) -> Foreign:
     description = Description(place)
     describer = StateDescriber(
         description,
+        saved.key,
         saved.ghosts,
         partial(saved.stored, description),
         allow_pickle=place.allow_pickle,

@@ -9,6 +9,7 @@ number in the pickle asks for, hash tuples that end the process, or keep objects
 from __future__ import annotations
 
 import pickle
+import sys
 from _compat_pickle import IMPORT_MAPPING, NAME_MAPPING
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
@@ -19,7 +20,7 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import _weights_only_unpickler
 
-from actorsnap.interop.formats.checked_pickles import CheckedUnpickler, Refusal
+from actorsnap.interop.formats.checked_pickles import CheckedUnpickler, Refusal, WholeModule
 from actorsnap.interop.formats.numpy_pickles import STAND_INS, STATEFUL
 
 _OPCODES: Final = (
@@ -59,6 +60,11 @@ class TorchUnpickler(CheckedUnpickler):
     def find_class(self, module: str, name: str) -> Any:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
         place = f"{module}.{name}"
+        kind = _loaded_class(module, name)
+        if kind is not None and issubclass(kind, torch.nn.Module):
+            # Before the caller is asked to allow it: its tensors would be out of reach.
+            is_all = not any(self.metastack) and self.stack in ([], ["module"])
+            raise WholeModule(kind, is_all=is_all)
         is_blocked = module in _weights_only_unpickler._blocklisted_modules
         for known in () if is_blocked else (_METHODS, _known(), _allowed(), STAND_INS):
             if place in known:
@@ -150,6 +156,12 @@ class TorchUnpickler(CheckedUnpickler):
     dispatch[pickle.BUILD[0]] = _load_build
     for code in _NEW_OPCODES:
         dispatch[code[0]] = _refuse_opcode
+
+
+def _loaded_class(module: str, name: str) -> type | None:
+    """Returns a class if its module is imported already; runs no code of it."""
+    found = vars(sys.modules[module]).get(name) if module in sys.modules else None
+    return found if isinstance(found, type) else None
 
 
 def _allowed() -> Mapping[str, Any]:

@@ -382,6 +382,7 @@ class _RankDescriber:
                 self._check_shape(path, record, saved.state)
             describer = StateDescriber(
                 description,
+                saved.key,
                 saved.ghosts,
                 partial(saved.stored, description),
                 allow_pickle=False,
