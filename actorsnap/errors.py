@@ -272,7 +272,8 @@ class StorageError(ActorSnapError):
 
     def _text(self) -> str:
         where = f"{self.key!r} in {self.backend}" if self.key else self.backend
-        return f"{self.detail or type(self).__name__} ({self.op} of {where})"
+        what = "writing" if self.op == "writer" else f"{self.op} of"
+        return f"{self.detail or type(self).__name__} ({what} {where})"
 
 
 class ObjectNotFound(StorageError, FileNotFoundError):

@@ -194,9 +194,9 @@ class _Comparer:
         if isinstance(stateful, RNGState) and self._must_keep(key, private):
             return
         if key not in self._entries:
-            compared.missing.append(escape(key))
             compared.mismatched += self._explain_private(key, private)
             if not private:
+                compared.missing.append(escape(key))
                 compared.hints.append(self._explain_absence(key))
             return
         if loads_dicts_only(stateful) and (what := _what_is_no_dict(key, self._entries[key])):
@@ -233,7 +233,8 @@ class _Comparer:
             compared.adapting[key] = part
             # Fresh: a module that adapts may move a leaf.
             part = self._prepare(key, is_fresh=True)
-        compared.missing += part.match.missing
+        explained = {*private}
+        compared.missing += [path for path in part.match.missing if path not in explained]
         compared.unexpected += part.match.unexpected
         compared.unplaced[escape(key)] = tuple(part.match.unplaced)
         compared.mismatched += part.match.mismatched
@@ -319,8 +320,8 @@ class _Comparer:
             f"{escape(key)}: the snapshot has no values for rank {self.rank}, only for "
             f"{named_ranks(ranks)} (saved by {index.world_size} ranks): {', '.join(own[:3])}"
             f"{', ...' if len(own) > 3 else ''}. A private value goes back to the rank that saved "
-            "it. If it is equal on all ranks, name it in replicated=[...] at the next take; else "
-            "leave the key out, or restore with strict=False"
+            "it. If it is equal on all ranks, pass it in replicated=[...] when you save; otherwise "
+            "leave the key out"
             for ranks, own in by_ranks.items()
         ]
 
@@ -455,7 +456,7 @@ def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: 
             if entry.path.startswith(prefix) and not state["state"].get(unescape(number)):
                 return [
                     f"{escape(key)}: the optimizer has no state yet, and its parameters are "
-                    "distributed tensors; call prime_optimizer(optimizer) before"
+                    "distributed tensors; call prime_optimizer(optimizer) first"
                 ]
     return []
 

@@ -284,7 +284,7 @@ class LocalEngine:
                 op="take",
                 key=COMMIT_KEY,
                 backend=storage.url,
-                detail=f"{what} at this path. Take to another path, or pass "
+                detail=f"{what} at this path. Save to another path, or pass "
                 "overwrite=True: the old one stays valid until the new one is committed",
             )
         if request.resume:

@@ -278,8 +278,9 @@ def _uncounted_in(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 def _warn_of_uncounted(kind: str) -> None:
     _log.warning(
         'stage="lazy": the tensors that %s trains were copied before async_take returned. Its '
-        "steps move no version counter, so an early one could not be noticed. Call "
-        "pending.guard(optimizer): later saves then copy them lazily, and guard it themselves",
+        "steps change no version counter, so actorsnap could not detect a step that comes too "
+        "early. Call pending.guard(optimizer): later saves then copy them lazily, and guard it "
+        "themselves",
         kind,
     )
 

@@ -555,7 +555,7 @@ def test_what_a_fused_sgd_trains_is_copied_before_the_call_returns(
             trainer.step()
             pending.wait()
         assert_saved(url, expected)
-    (line,) = [r.getMessage() for r in caplog.records if "move no version counter" in r.msg]
+    (line,) = [r.getMessage() for r in caplog.records if "change no version counter" in r.msg]
     assert "SGD" in line
     assert "pending.guard(optimizer)" in line
 

@@ -258,7 +258,7 @@ def test_what_only_other_ranks_have_is_explained(tmp_path: Path) -> None:
     state = StateDict(rank=-1, step=-1, own=5)
     with pytest.raises(IncompatibleState) as caught:
         restored_by(2, path, {"progress": state})
-    assert caught.value.missing == ("progress/rank", "progress/own")
+    assert caught.value.missing == ("progress/own",)
     (line,) = caught.value.mismatched
     assert line.startswith(
         "progress: the snapshot has no values for rank 2, only for ranks 0, 1 (saved by 2 ranks)"
@@ -268,6 +268,27 @@ def test_what_only_other_ranks_have_is_explained(tmp_path: Path) -> None:
     restored_by(2, path, {"progress": state}, strict=False)
     # What all had saved alike is for a new rank too.
     assert dict(state) == {"rank": -1, "step": 7, "own": 5}
+
+
+@pytest.mark.parametrize("key", ["progress", "position"])
+def test_what_only_other_ranks_have_is_listed_once(tmp_path: Path, key: str) -> None:
+    """Whether this rank has other leaves of the key in the snapshot or none."""
+    alone: list[Part | Entry] = [
+        ContainerEntry(path="position", type="dict"),
+        ValueEntry(path="position/sample", value=1),
+    ]
+    path = written(tmp_path, private(0), [*private(1), *alone])
+    target = {key: StateDict(rank=-1, step=-1) if key == "progress" else StateDict(sample=-1)}
+    with pytest.raises(IncompatibleState) as caught:
+        restored_by(2, path, target)
+    assert caught.value.missing == ()
+    (line,) = caught.value.mismatched
+    text = str(caught.value)
+    assert "rename=" not in text
+    assert text.count("strict=False") == 1
+    report = restored_by(2, path, target, strict=False)
+    assert (report.missing, report.mismatched) == ((), (line,))
+    assert "strict=False" not in line
 
 
 class Counting:

@@ -248,6 +248,14 @@ def test_an_optimizer_with_other_groups_is_refused_untouched(
     assert_same(optimizer.state_dict(), saved.state_dict())
 
 
+def test_one_saved_parameter_group(tmp_path: Path) -> None:
+    parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
+    Snapshot.take(tmp_path / "s", {"o": torch.optim.SGD(parameters, lr=0.5)})
+    optimizer = torch.optim.SGD([{"params": [each]} for each in parameters], lr=0.1)
+    with pytest.raises(IncompatibleState, match="o: 1 parameter group in the snapshot, 2 in the"):
+        Snapshot(tmp_path / "s").restore({"o": optimizer})
+
+
 @either
 def test_an_optimizer_that_adapts_its_groups_decides_itself(tmp_path: Path, strict: bool) -> None:
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]

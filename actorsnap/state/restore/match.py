@@ -650,7 +650,8 @@ def _compare_groups(found: Match, entries: Iterable[AnyEntry]) -> None:
     saved: int | str = found.skeleton.num_items(f"{root}/param_groups")
     if saved != len(groups):
         found.mismatched.append(
-            f"{root}: {saved} parameter groups in the snapshot, {len(groups)} in the app state"
+            f"{root}: {saved} parameter group{'' if saved == 1 else 's'} in the snapshot, "
+            f"{len(groups)} in the app state"
         )
         return
     stored = {entry.path: entry.data for entry in entries if type(entry) is BytesEntry}
