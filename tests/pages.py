@@ -50,7 +50,7 @@ def run_python(block: str, names: dict[str, Any], title: str) -> str:
 
 def shell(line: str) -> str:
     """What a command line prints; not in a process of its own, which would import torch."""
-    program, *arguments = shlex.split(line)
+    program, *arguments = shlex.split(line, comments=True)
     assert program == "actorsnap", line
     return CliRunner().invoke(app, arguments, catch_exceptions=False).output
 

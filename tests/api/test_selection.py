@@ -81,6 +81,21 @@ def test_rename_by_a_prefix(tmp_path: Path) -> None:
     assert is_all(module, 3)
 
 
+def test_a_prefix_that_no_name_has(tmp_path: Path) -> None:
+    snapshot = Snapshot.take(tmp_path, {"model": linear(3)})
+    module = linear(0)
+    assert snapshot.restore({"model": module}, rename="_orig_mod.").is_complete
+    assert is_all(module, 3)
+
+
+def test_rename_into_a_compiled_module(tmp_path: Path) -> None:
+    """Whose names have a prefix."""
+    snapshot = Snapshot.take(tmp_path, {"model": linear(3)})
+    compiled = torch.nn.ModuleDict({"_orig_mod": linear(0)})
+    snapshot.restore({"model": compiled}, rename={"model/": "model/_orig_mod."})
+    assert is_all(compiled["_orig_mod"], 3)
+
+
 @pytest.mark.parametrize("written_by", ["take", "torch", "safetensors"])
 def test_a_renamed_layer(tmp_path: Path, written_by: str) -> None:
     old = torch.nn.ModuleDict({"fc1": linear(3), "fc10": linear(4)})
