@@ -73,7 +73,10 @@ class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
         if self.endpoint_url is not None:
             url = urlsplit(self.endpoint_url)
             if url.scheme not in ("http", "https") or not url.hostname or url.username is not None:
-                raise ValueError("endpoint_url must be http://host or https://host, without a user")
+                given = "" if "@" in self.endpoint_url else f", not {self.endpoint_url!r}"
+                raise ValueError(
+                    f"endpoint_url must be http://host or https://host, without a user{given}"
+                )
             if url.port == 0:  # may raise
                 raise ValueError("endpoint_url must not have port 0")
         for name in ("max_concurrency", "max_attempts"):

@@ -15,6 +15,7 @@ import functools
 import hashlib
 import hmac
 import logging
+import os
 import re
 import ssl
 import weakref
@@ -424,13 +425,22 @@ def _open_client(options: S3Options) -> tuple[AioSession, Any]:
         except ValueError as error:
             if "Invalid endpoint" not in str(error):
                 raise
-            # Without the text: it may have a password.
-            raise UsageError(
-                "the endpoint in AWS_ENDPOINT_URL, AWS_ENDPOINT_URL_S3 or the configuration must "
-                "be http://host or https://host, without a user"
-            ) from None
+            raise UsageError(_wrong_endpoint(str(error))) from None
 
     return asyncio.run(open_client())
+
+
+def _wrong_endpoint(text: str) -> str:
+    """Describes an endpoint of the environment or the configuration, without a password in it."""
+    value = text.partition(": ")[2]
+    names = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+    if not value or "@" in value:
+        where = f"the endpoint in {' or '.join(names)} or the configuration"
+        return f"{where} must be http://host or https://host, without a user"
+    name = next((name for name in names if os.environ.get(name) == value), "the endpoint_url")
+    if value.startswith(("http://", "https://")):
+        return f"{name} is {value!r}: it must be http://host or https://host"
+    return f"{name} is {value!r}: it must begin with http:// or https://"
 
 
 def _check_proxy(given: str | None) -> str | None:
@@ -455,7 +465,9 @@ def _check_proxy(given: str | None) -> str | None:
 def _check_is_no_page(request: Request, response: Response) -> None:
     """Raises ``WireError`` for an answer of a server for browsers, such as a console."""
     is_page = response.body[:64].lstrip().lower().startswith((b"<!doctype html", b"<html"))
-    if response.status < 300 and is_page and "x-amz-request-id" not in response.headers:
+    # Proxies answer with pages, too, but not with these statuses.
+    is_answer = response.status < 300 or response.status in (404, 405, 501)
+    if is_answer and is_page and "x-amz-request-id" not in response.headers:
         url = urlsplit(request.url)
         detail = f"{url.scheme}://{url.netloc} answered with a web page, so it is no S3 endpoint"
         raise WireError(detail, is_retryable=False)

@@ -690,6 +690,43 @@ async def test_an_endpoint_of_the_environment_without_a_scheme(
 
 
 @bounded(30)
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+async def test_an_endpoint_without_a_password_is_shown(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.setenv(name, "127.0.0.1:5987")
+    storage = bare("s3://bucket", _KEYS)
+    match = f"^{name} is '127.0.0.1:5987': it must begin with http:// or https://$"
+    with pytest.raises(UsageError, match=match):
+        await storage.stat("key")
+    await storage.aclose()
+    with pytest.raises(UsageError, match=r"without a user, not '127\.0\.0\.1:5987'"):
+        bare("s3://bucket", {"endpoint_url": "127.0.0.1:5987", **_KEYS})
+    with pytest.raises(UsageError, match="without a user$"):
+        bare("s3://bucket", {"endpoint_url": "http://a:b@host", **_KEYS})
+
+
+@bounded(30)
+@pytest.mark.parametrize("status", ["404 File not found", "405 Not allowed", "501 Unsupported"])
+async def test_an_endpoint_that_has_no_such_page(status: str) -> None:
+    """As ``python -m http.server`` answers."""
+
+    def step(peer: Peer) -> None:
+        peer.request()
+        peer.answer(b"<!DOCTYPE HTML>\n<html></html>", status, "Content-Type: text/html")
+
+    with serving(repeat(step)) as server:
+        storage = bare("s3://bucket/p", {"endpoint_url": server.url, **_KEYS})
+        match = f"'bucket': {server.url} answered with a web page.*endpoint_url"
+        with pytest.raises(StorageError, match=match) as raised:
+            await storage.get("key")
+        assert type(raised.value) is StorageError
+        with pytest.raises(StorageError, match=match):
+            [info async for info in storage.list("")]
+        await storage.aclose()
+
+
+@bounded(30)
 async def test_an_endpoint_that_serves_pages() -> None:
     """The console of a server has another port than its API."""
 
