@@ -698,6 +698,11 @@ def trace(
     """Show how a save or restore spent its time. Pass one file for each rank."""
     with errors():
         found = tracefile.merge([tracefile.read(path) for path in file])
+        for path in (html, merged):
+            if path is not None:
+                _refuse_trace(path)
+        if html is not None and html == merged:
+            raise UsageError(f"--html and --merged would both write {html}")
         tables = []
         summaries = tracefile.summaries(found)
         for summary in summaries:
@@ -707,24 +712,37 @@ def trace(
             _write_file(merged, msgspec.json.encode(found))
         if html is not None:
             _write_file(html, tracefile.page(found, tables).encode())
-        if as_json:
+        written = {"written": html, "merged": merged}
+        if html is not None or merged is not None:
+            if as_json:
+                output.print_json({name: path for name, path in written.items() if path})
+        elif as_json:
             output.print_json(msgspec.to_builtins(summaries))
-        elif html is None and merged is None:
+        else:
             for title, rows in tables:
                 output.write_lines([title])
                 output.print_columns(rows)
 
 
+def _refuse_trace(path: str) -> None:
+    """Refuses to overwrite a trace: ``--html traces/*.json`` names the first of them."""
+    if not os.path.isfile(path):
+        return
+    try:
+        tracefile.read(path)
+    except UsageError:
+        return
+    raise UsageError(f"{path} is a trace, and would be lost: write to another file")
+
+
 def _write_file(path: str, data: bytes) -> None:
+    is_open = False
     try:
-        file = open(path, "wb")
-    except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}") from error
-    try:
-        with file:
+        with open(path, "wb") as file:
+            is_open = True
             file.write(data)
     except OSError as error:
-        if os.path.isfile(path):  # no device
+        if is_open and os.path.isfile(path):  # no device
             os.unlink(path)
         raise StorageError(op="write", key="", backend=path, detail=str(error.strerror)) from error
 

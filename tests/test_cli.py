@@ -1092,6 +1092,7 @@ def test_fields_are_in_the_docs(saved: Path, tmp_path: Path) -> None:
         "rm --garbage": [saved],
         "rm": ["--yes", other],
         "trace": [trace],
+        "trace --html": [tmp_path / "page", trace, "--merged", tmp_path / "merged"],
         "steps": [run_folder, "--keep", "last:1"],
         "prune": [run_folder, "--keep", "last:1"],
         "latest": [run_folder],
@@ -1368,7 +1369,30 @@ def test_a_page_on_a_full_disk(
     assert ended.err == f"error: No space left on device (write of {out})\n"
     assert not out.exists()
     monkeypatch.undo()
-    assert run(command, source, "--html", tmp_path / "no" / "page.html").code == 2
+    ended = run(command, source, "--html", tmp_path / "no" / "page.html")
+    assert ended.code == 4
+    assert ended.err == f"error: No such file or directory (write of {tmp_path}/no/page.html)\n"
+    out.write_text("<html>")
+    assert run(command, source, "--html", out, "--json").out == f'{{\n  "written": "{out}"\n}}\n'
+
+
+def test_traces_are_not_overwritten(tmp_path: Path) -> None:
+    """``trace --html traces/*.json``"""
+    traces = [tmp_path / "0.json", tmp_path / "1.json"]
+    for file in traces:
+        Snapshot.take(f"{file}.s", state(), options=Options(trace=str(file)))
+    before = [file.read_bytes() for file in traces]
+    for option in ("--html", "--merged"):
+        for given in traces:
+            ended = run("trace", option, given, traces[1])
+            assert (ended.code, ended.out) == (2, "")
+            text = f"error: {given} is a trace, and would be lost: write to another file\n"
+            assert ended.err == text
+    out = tmp_path / "out"
+    assert run("trace", "--html", out, "--merged", out, *traces).code == 2
+    assert [file.read_bytes() for file in traces] == before
+    ended = run("trace", "--html", out, "--merged", tmp_path / "all.json", *traces, "--json")
+    assert json.loads(ended.out) == {"written": str(out), "merged": f"{tmp_path}/all.json"}
 
 
 def test_damage_on_a_full_disk(saved: Path) -> None:
