@@ -363,20 +363,23 @@ def is_in_kernel() -> bool:
 
 
 def _unwrap_group(error: BaseException) -> BaseException:
-    """Returns one error of an exception group, caused by the group.
+    """Returns one error of an exception group, caused by the group if that has further errors.
 
     Errors of this package are copied: the original, which the future keeps, would form a reference
     cycle through its traceback and keep the app state alive until a garbage collection.
     """
     if isinstance(error, BaseExceptionGroup):
         leaf: BaseException = error
+        is_only = True
         while isinstance(leaf, BaseExceptionGroup):
             ours = [
                 e for e in leaf.exceptions if isinstance(e, ActorSnapError | BaseExceptionGroup)
             ]
+            is_only = is_only and len(leaf.exceptions) == 1
             leaf = (ours or leaf.exceptions)[0]
         if leaf.__cause__ is None:
-            leaf.__cause__ = error
+            is_complete = is_only and isinstance(leaf, ActorSnapError)
+            leaf.__cause__ = None if is_complete else error
         error = leaf
     if not isinstance(error, ActorSnapError):
         return error

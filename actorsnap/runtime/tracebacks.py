@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Makes tracebacks of public calls short: they end where the user's code called actorsnap.
 
-An error of actorsnap is complete in its message, fields, notes and causes; a user who reads 25
-frames of a runtime before it learns nothing more. Errors of user code that actorsnap called
-(``load_state_dict``) keep the frames of that code, and so does Ctrl-C. Other errors are bugs, and
-keep all frames.
+An error of actorsnap is complete in its message, fields, notes and causes, and so is a group of
+them; a user who reads 25 frames of a runtime before it learns nothing more. Errors of user code
+that actorsnap called (``load_state_dict``) keep the frames of that code, and so does Ctrl-C. Other
+errors are bugs, and keep all frames.
 """
 
 from __future__ import annotations
@@ -33,12 +33,17 @@ def shorten(error: BaseException) -> None:
         return
     logger.debug("the whole traceback of the next error", exc_info=error)
     seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
         seen.add(id(each))
-        if each is error or isinstance(each, ActorSnapError):
+        if each is error or isinstance(each, ActorSnapError | BaseExceptionGroup):
             each.__traceback__ = _without_ours(each.__traceback__)
-        each = each.__cause__
+        left.append(each.__cause__)
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
 
 
 def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,14 @@ from typing import Any
 import pytest
 import torch
 
-from actorsnap import IncompatibleState, Options, StateDict, UnsupportedFormat, UsageError
+from actorsnap import (
+    ChecksumMismatch,
+    IncompatibleState,
+    Options,
+    StateDict,
+    UnsupportedFormat,
+    UsageError,
+)
 from actorsnap.state.optim import ModelState
 from actorsnap.sync import Snapshot
 
@@ -270,3 +278,22 @@ def test_tensors_in_other_objects_have_a_place(tmp_path: Path) -> None:
         "without loading the file: load it with torch.load, and save these tensors in dicts or "
         "lists"
     )
+
+
+# Tracebacks --------------------------------------------------------------------------------------
+
+
+def test_a_damaged_byte_shows_no_frames_of_actorsnap(tmp_path: Path) -> None:
+    state = {f"x{n}": StateDict(w=torch.full((5000,), float(n))) for n in range(3)}
+    Snapshot.take(tmp_path / "s", state, options=FAST)
+    (file,) = (tmp_path / "s").rglob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    for at in range(5000, len(data), 4096):
+        data[at] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ChecksumMismatch) as caught:
+        Snapshot(tmp_path / "s").restore(state)
+    text = "".join(traceback.format_exception(caught.value))
+    assert "sub-exception" not in text
+    assert "/actorsnap/" not in text.replace("/tests/", "")
+    assert text.count("\n") < 20
