@@ -34,7 +34,7 @@ def test_blocks_of_the_page(tmp_path: Path, num_ranks: int) -> None:
     for path in (folder / "ckpt").iterdir():
         assert Snapshot(path).verify("full").ok, path
     # As it says, one process reads it all.
-    assert Snapshot(folder / "ckpt/step-1").read_object("model/0.weight").shape == (256, 64)
+    assert Snapshot(folder / "ckpt/step-1").read_object("train/model/0.weight").shape == (256, 64)
     assert Snapshot(folder / "ckpt/step-1").read_object("progress/step") == 1
 
 
