@@ -205,6 +205,24 @@ def test_totals(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert 0 < found["total_s"] < 60
 
 
+def test_paths_are_absolute(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    caplog.set_level(logging.INFO, "actorsnap")
+    state = {"s": StateDict(x=1)}
+    Snapshot.take("s", state)
+    Snapshot.async_take("t", state).wait()
+    Snapshot("s").restore(state)
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 3
+    for line, record, name in zip(lines, caplog.records, "sts", strict=True):
+        assert line.startswith(f"snapshot {tmp_path}/{name} rank 0 ")
+        assert vars(record)["snapshot"] == f"{tmp_path}/{name}"
+    with pytest.raises(FileExistsError, match=r"\(take of 'actorsnap.json' in s\)"):
+        Snapshot.take("s", state)
+
+
 def test_an_exception_that_cannot_be_shown() -> None:
     class Unnoted(Exception):
         def __getattr__(self, name: str) -> object:

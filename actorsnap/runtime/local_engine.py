@@ -158,7 +158,7 @@ class LocalEngine:
 
     def _log(self, level: int, message: str, *args: object, **fields: object) -> None:
         save = self.save
-        whose = {"snapshot": save.url, "attempt": save.attempt, "rank": save.rank}
+        whose = {"snapshot": save.location.log_url, "attempt": save.attempt, "rank": save.rank}
         logger.log(level, message, *args, stacklevel=2, extra={**whose, **fields})
 
     def _log_totals(self) -> None:

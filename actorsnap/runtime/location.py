@@ -48,6 +48,11 @@ class Location:
         return canonical(self.url)
 
     @property
+    def log_url(self) -> str:
+        """``url`` for log lines, without secrets; ``display_url`` may depend on the folder."""
+        return printable(without_secrets(self.url) if self.url else self.display_url)
+
+    @property
     def place(self) -> SentLocation:
         """The form for the uploader process."""
         url = self.url.encode("utf-8", "surrogatepass")

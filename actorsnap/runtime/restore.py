@@ -201,7 +201,7 @@ def restore_by(
             host.submit(end(host, outcome="cancelled"))
         raise
     yield partial(end, outcome="restored")
-    url, seconds = printable(source.location.display_url), time.monotonic() - begun_s
+    url, seconds = source.location.log_url, time.monotonic() - begun_s
     logger.info(
         "snapshot %s rank %d attempt %s: restored, %s in %.2f s",
         *(url, rounds.rank, observation.attempt, size_text(report.nbytes), seconds),
@@ -250,7 +250,7 @@ def _restore(
         logger.warning(
             "%s: nothing of it was restored, because nothing fits the app state. Missing: %s. It "
             "has: %s. See rename=",
-            source.location.display_url,
+            source.location.log_url,
             _few(report.missing),
             _few(report.unexpected) or _few(compared.keys),
         )

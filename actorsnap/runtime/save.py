@@ -17,7 +17,7 @@ import anyio.abc
 from actorsnap.actors.abandonable import first_error
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.trace import Phase, ProgressBoard
-from actorsnap.errors import SnapshotAborted, describe, printable
+from actorsnap.errors import SnapshotAborted, describe
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Stage
 from actorsnap.runtime.bars import Output
@@ -114,7 +114,7 @@ class Save:
     def __post_init__(self) -> None:
         self.rank = 0 if self.membership is None else self.membership.team.rank
         self.world_size = 1 if self.membership is None else self.membership.team.world_size
-        self.board = ProgressBoard(printable(f"snapshot {self.url} rank {self.rank}"))
+        self.board = ProgressBoard(f"snapshot {self.location.log_url} rank {self.rank}")
         self.attempt = ""
         self.cancel_reason: str | None = None
         self.is_committed = False
