@@ -95,16 +95,23 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
         try:
             run(reading.each_manifest(source, _only_one(source, show)))
         except NotASnapshot as error:
-            found = run(maintenance.find_snapshots(source))
-            if not found or error.found in ("unfinished", "foreign"):
+            failed: dict[str, StorageError] = {}
+            found = run(maintenance.find_snapshots(source, failed=failed))
+            if not (found or failed) or error.found in ("unfinished", "foreign"):
                 raise
             sizes = run(maintenance.measure_snapshots(source, found))
+            listed_all = {**found, **dict(sorted(failed.items()))}
             if as_json:
                 output.print_json(
-                    [output.snapshot_json(name, found[name], sizes[name]) for name in found]
+                    [
+                        output.snapshot_json(name, each, sizes.get(name))
+                        for name, each in listed_all.items()
+                    ]
                 )
             else:
-                output.print_columns(output.snapshot_rows(found, sizes))
+                output.print_columns(output.snapshot_rows(listed_all, sizes))
+            if failed:
+                raise typer.Exit(4) from None
             return
         if as_json:
             listed.end()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from actorsnap.actors.formats import format_of
-from actorsnap.errors import FormatError, UnsupportedFormat, UsageError
+from actorsnap.errors import FormatError, StorageError, UnsupportedFormat, UsageError
 from actorsnap.format.manifest import Commit, ObjectRecord, RankManifest, ViewEntry
 from actorsnap.runtime.outline import MAX_VALUE, ListedLeaf, shorten
 from actorsnap.runtime.outline import Trees as Trees
@@ -207,12 +207,12 @@ def difference_json(row: Sequence[str]) -> dict[str, Any]:
 
 
 def snapshot_rows(
-    found: Mapping[str, Commit | FormatError | None], sizes: Mapping[str, int]
+    found: Mapping[str, Commit | FormatError | StorageError | None], sizes: Mapping[str, int]
 ) -> Iterator[list[str]]:
     """Yields columns: name, age, size, then what the snapshot is."""
     now_s = time.time()
     for name, commit in found.items():
-        size = size_text(sizes[name])
+        size = size_text(sizes[name]) if name in sizes else "-"
         if isinstance(commit, Commit):
             age = "-"
             with suppress(FormatError):  # of the time only
@@ -225,7 +225,9 @@ def snapshot_rows(
             yield [name, "-", size, state if commit is None else f"{state}: {commit}"]
 
 
-def snapshot_json(name: str, commit: Commit | FormatError | None, nbytes: int) -> dict[str, Any]:
+def snapshot_json(
+    name: str, commit: Commit | FormatError | StorageError | None, nbytes: int | None
+) -> dict[str, Any]:
     sized = {"name": name, "nbytes": nbytes}
     if isinstance(commit, Commit):
         fields = _fields(commit, "created", "world_size", "step", "metadata")
@@ -234,10 +236,12 @@ def snapshot_json(name: str, commit: Commit | FormatError | None, nbytes: int) -
     return {**sized, "state": state_of(commit), **detail}
 
 
-def state_of(commit: FormatError | None) -> str:
+def state_of(commit: FormatError | StorageError | None) -> str:
     """Returns the state of what is not a readable snapshot."""
     if commit is None:
         return "unfinished"
+    if isinstance(commit, StorageError):
+        return "not readable"
     return "newer format" if isinstance(commit, UnsupportedFormat) else "damaged"
 
 

@@ -35,7 +35,7 @@ from actorsnap.cli_calls import (
     run,
 )
 from actorsnap.cli_policies import parse_policies, parse_time
-from actorsnap.errors import FormatError, NotASnapshot, UsageError, describe
+from actorsnap.errors import FormatError, NotASnapshot, StorageError, UsageError, describe
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import StepName
 from actorsnap.manager import looking
@@ -75,7 +75,11 @@ def steps(
     root: RootArgument,
     all: Annotated[
         bool,
-        typer.Option("--all", help="Include abandoned, damaged, unfinished, half-deleted steps."),
+        typer.Option(
+            "--all",
+            help="Include abandoned, damaged, unfinished, half-deleted steps, and those of a "
+            "newer release.",
+        ),
     ] = False,
     keep: KeepOption = None,
     min_valid: Annotated[
@@ -90,7 +94,9 @@ def steps(
             raise UsageError("--min-valid needs --keep")
         policy = parse_policies(keep) if keep else None
         with _opened(root, option) as opened:
-            infos = run(looking.steps(opened, is_complete=True))
+            # A newer release may mean more by a step: no policy judges this run.
+            has_newer = all and policy is None
+            infos = run(looking.steps(opened, is_complete=True, has_newer=has_newer))
             _require(infos, root)
             verdicts = (
                 {} if policy is None else run(_judge(opened, policy, min_valid or 2)).verdicts
@@ -315,8 +321,10 @@ def _parse_metric(text: str) -> tuple[str, float]:
 
 def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None) -> None:
     """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is none."""
-    found = run(maintenance.find_snapshots(make_source(root, option)))
+    failed: dict[str, StorageError] = {}
+    found = run(maintenance.find_snapshots(make_source(root, option), failed=failed))
     checked = [_check(root, name, commit, full, option) for name, commit in found.items()]
+    checked += [_unreadable(name, error) for name, error in sorted(failed.items())]
     nothing = f"{root} has no committed snapshot"
     if not checked:
         raise NothingFound(nothing)
@@ -331,7 +339,7 @@ def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None
         output.print_columns([each.name, each.state, *each.details] for each in checked)
     if any(each.state == "damaged" for each in checked):
         raise typer.Exit(1)
-    if any(each.state == "newer format" for each in checked):
+    if any(each.state in ("newer format", "not readable") for each in checked):
         raise typer.Exit(4)
     if not any(each.state == "ok" for each in checked):
         print_error(nothing)  # the JSON is complete
@@ -366,12 +374,18 @@ def _check(
         return _Checked(name, "unfinished")
     except FormatError as error:
         return _Checked(name, output.state_of(error), [str(error)], [str(error)])
+    except StorageError as error:
+        return _unreadable(name, error)
     checked = output.report_json(report)
     problems = [str(problem) for problem in report.problems]
     if problems:
         more = [f"and {len(problems) - 1} more"] if len(problems) > 1 else []
         return _Checked(name, "damaged", [problems[0], *more], problems, checked)
     return _Checked(name, "ok", output.checked_text(report, full=full), checked=checked)
+
+
+def _unreadable(name: str, error: StorageError) -> _Checked:
+    return _Checked(name, output.state_of(error), [str(error)], [str(error)])
 
 
 # Judging

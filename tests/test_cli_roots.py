@@ -5,25 +5,32 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import pytest
 import torch
+from msgspec.structs import replace as replace_field
 from typer.testing import CliRunner
 
-from actorsnap import StateDict, UsageError, cli
+from actorsnap import AccessDenied, StateDict, UsageError, cli
 from actorsnap.cli_policies import parse_policies
+from actorsnap.format.manifest import COMMIT_KEY, decode_commit, encode_commit
 from actorsnap.format.steps import DeleteIntent, StepName, encode_record, intent_key
 from actorsnap.manager import every, keep, looking
 from actorsnap.manager.sync import CheckpointManager
 from actorsnap.planning.keeping import KeepPolicy
 from actorsnap.runtime.roots import Records, Root
 from actorsnap.runtime.source import OpenSource
+from actorsnap.storage.wrapper import Wrapper
 from actorsnap.sync import Snapshot
+from tests.api.faults import faulty, faulty_url
+
+T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class Ended:
@@ -148,6 +155,58 @@ def test_times_of_json(root: Path) -> None:
 def test_numbers_of_policies(policy: str, advice: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"--keep {policy}: {advice}") + "$"):
         parse_policies([policy])
+
+
+def test_a_step_of_a_newer_release(root: Path) -> None:
+    file = root / name(100) / COMMIT_KEY
+    commit = replace_field(decode_commit(file.read_bytes(), ""), features=("delta",))
+    file.write_bytes(encode_commit(commit))
+    for more in ([], ["--keep", "last:1", "--all"]):
+        ended = run("steps", root, *more)
+        assert (ended.code, ended.out) == (4, "")
+        assert f"(snapshot {root}/{name(100)})" in ended.err
+    ended = run("steps", root, "--all")
+    assert ended.code == 0
+    assert [row[4] for row in ended.rows] == [
+        "committed",
+        "newer format",
+        "committed",
+        "committed",
+    ]
+    assert run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes").code == 4
+    assert len(names(root)) == 4
+
+
+class Locked(Wrapper):
+    """Refuses to read one step."""
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if key.startswith(name(100)):
+            raise AccessDenied(op=op, key=key, backend=self.url, detail="Permission denied")
+        return await super().around(op, key, call, *args, **kwargs)
+
+
+def test_a_step_that_cannot_be_read(root: Path) -> None:
+    with faulty(Locked):
+        ended = run("ls", faulty_url(root))
+        assert ended.code == 4
+        rows = {row[0]: row for row in ended.rows}
+        assert rows.keys() == {name(step) for step in LOSSES}
+        assert rows[name(100)][1:3] == ["-", "-"]
+        assert rows[name(100)][3].startswith("not readable: Permission denied")
+        listed = json.loads(run("ls", faulty_url(root), "--json").out)
+        assert listed[-1]["state"] == "not readable"
+        ended = run("verify", "--all", faulty_url(root))
+        assert ended.code == 4
+        states = {row[0]: row[1] for row in ended.rows}
+        assert states == {name(step): "ok" for step in LOSSES} | {name(100): "not readable"}
+        damage(root, name(200))
+        assert run("verify", "--all", faulty_url(root)).code == 1
+        ended = run("steps", faulty_url(root))
+        assert ended.code == 4
+        assert name(100) in ended.err
 
 
 def test_min_valid_without_a_policy(root: Path) -> None:

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
-from actorsnap.errors import FormatError, UsageError
+from actorsnap.errors import FormatError, UnsupportedFormat, UsageError
 from actorsnap.format.manifest import Commit
 from actorsnap.format.requests import check_reason
 from actorsnap.format.steps import StepName
@@ -30,12 +30,17 @@ from actorsnap.runtime.source import OpenSource
 Until: TypeAlias = timedelta | datetime | None
 
 
-def steps(root: Root, *, is_complete: bool) -> Script[list[StepInfo]]:
-    """Returns committed steps of the timeline, oldest first; if complete, all others too."""
+def steps(root: Root, *, is_complete: bool, has_newer: bool = False) -> Script[list[StepInfo]]:
+    """Returns committed steps of the timeline, oldest first; if complete, all others too.
+
+    Args:
+        has_newer: Include steps that a newer release saved, instead of raising
+            ``UnsupportedFormat``.
+    """
 
     async def perform(opened: OpenSource) -> list[StepInfo]:
         listing = await root.list(opened)
-        commits = await root.read_commits(opened, listing.names)
+        commits = await root.read_commits(opened, listing.names, has_newer=has_newer)
         facts = await root.read_facts(opened, listing)
         run = {*current_timeline(listing, commits)}
         found = [
@@ -92,6 +97,7 @@ def _info(
     url = root.url_of(name)
     if not isinstance(commit, Commit):
         state = "unfinished" if commit is None else "damaged"
+        state = "newer format" if isinstance(commit, UnsupportedFormat) else state
         state = "deleting" if commit is None and name in listing.records.intents else state
         return StepInfo(step=name.step, url=url, name=name, state=state)
     stored = stored_step(name, commit, facts)

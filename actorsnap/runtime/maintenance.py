@@ -16,7 +16,13 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from actorsnap.actors.snapshot_reader import Commits, find_commit, is_complete, read_commits
-from actorsnap.errors import ChecksumMismatch, FormatError, NotASnapshot, UnsupportedFormat
+from actorsnap.errors import (
+    ChecksumMismatch,
+    FormatError,
+    NotASnapshot,
+    StorageError,
+    UnsupportedFormat,
+)
 from actorsnap.format.layout import (
     Attempt,
     claim_prefix,
@@ -124,8 +130,13 @@ def find_leftovers(source: Source) -> Script[list[Leftover]]:
     return (yield from source.perform("list", perform))
 
 
-def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | None]]:
+def find_snapshots(
+    source: Source, *, failed: dict[str, StorageError] | None = None
+) -> Script[dict[str, Commit | FormatError | None]]:
     """Finds the snapshots one level below the URL.
+
+    Args:
+        failed: Takes the errors of folders that cannot be read, instead of raising the first.
 
     Returns:
         By name: the commit object; an error if damaged; None if there are only unfinished attempts.
@@ -144,7 +155,15 @@ def find_snapshots(source: Source) -> Script[dict[str, Commit | FormatError | No
             if commit or any(map(Attempt.parse, await storage.list_folders(name))):
                 found[name] = commit
 
-        await for_each(await storage.list_folders(), look, at_once=MAX_SMALL_READS)
+        async def try_to_look(name: str) -> None:
+            try:
+                await look(name)
+            except StorageError as error:
+                if failed is None:
+                    raise
+                failed[name] = error
+
+        await for_each(await storage.list_folders(), try_to_look, at_once=MAX_SMALL_READS)
         return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
 
     return (yield from source.perform("list", perform))

@@ -334,9 +334,13 @@ class Root:
             return RunRecord(generation=generation, created_s=0.0, host="", pid=0, world_size=1)
 
     async def read_commits(
-        self, opened: OpenSource, names: Iterable[StepName]
+        self, opened: OpenSource, names: Iterable[StepName], *, has_newer: bool = False
     ) -> dict[StepName, Commit | FormatError]:
-        """Returns commit objects, or why they cannot be read. Leaves out unfinished saves."""
+        """Returns commit objects, or why they cannot be read. Leaves out unfinished saves.
+
+        Raises:
+            UnsupportedFormat: A newer release saved one, unless ``has_newer``.
+        """
         found: dict[StepName, Commit | FormatError] = {}
 
         async def read(name: StepName) -> None:
@@ -344,8 +348,12 @@ class Root:
             if commit is None:
                 try:
                     commit = await find_commit(opened.storage, folder=str(name))
-                except UnsupportedFormat:
-                    raise
+                except UnsupportedFormat as error:
+                    error.name_snapshot(self.url_of(name))
+                    if not has_newer:
+                        raise
+                    found[name] = error
+                    return
                 except FormatError as error:
                     error.name_snapshot(self.url_of(name))
                     commit = error
