@@ -753,9 +753,11 @@ def direct_dies(**arguments: Any) -> Any:
 
 
 def read_fault(me: Rank, path: str, folder: str, hook: str, rank: int) -> Any:
-    if hook != "no_snapshot":
+    if not hook.startswith("no_snapshot"):
         dcp.save(_fault_state(me, 1), storage_writer=ActorsnapWriter(path))
     try:
+        if hook == "no_snapshot of ours":
+            ours.load(_fault_state(me, -1), checkpoint_id=path)
         dcp.load(_fault_state(me, -1), storage_reader=FailingReader(path, hook, me, rank))
     except CheckpointException as error:
         return {

@@ -226,6 +226,7 @@ def test_a_killed_rank(director: Director, ranks: Ranks, tmp_path: Path, way: st
         ("read_metadata", [1], ["ValueError"]),
         ("read_data", [1], ["ValueError"]),
         ("no_snapshot", [0, 1], ["NotASnapshot"]),
+        ("no_snapshot of ours", [0, 1], ["NotASnapshot"]),
     ],
 )
 def test_a_failed_load_fails_on_all_ranks(

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.logger import _dcp_logger, _get_msg_dict
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import ActorSnapError, UsageError
 from actorsnap.interop.dcp.catalog import TOP, DcpMark
 from actorsnap.interop.dcp.reader import ActorsnapReader, PlannedReads, load_catalog
 from actorsnap.interop.dcp.writer import (
@@ -302,15 +302,24 @@ def _raising_as_dcp(step: str, group: Any) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        rank = 0 if isinstance(group, Group) else torch.distributed.get_rank(group)
-        raise _as_dcp(step, error, rank) from error
+        ranks = range(1)
+        if not isinstance(group, Group):
+            ranks = range(torch.distributed.get_world_size(group))
+            if not isinstance(error, ActorSnapError):  # this rank's own
+                ranks = ranks[torch.distributed.get_rank(group) :][:1]
+        raise _as_dcp(step, error, *ranks) from error
 
 
-def _as_dcp(step: str, error: BaseException, rank: int) -> CheckpointException:
-    """Returns what callers of DCP catch: with the rank that failed, if ``error`` names it."""
+def _as_dcp(step: str, error: BaseException, *ranks: int) -> CheckpointException:
+    """Returns what callers of DCP catch: of the rank that failed, or of all that raise ``error``.
+
+    Args:
+        ranks: That raise ``error``, if it does not name the rank that failed.
+    """
     stack = traceback.extract_tb(error.__traceback__)
     failed = getattr(error, "rank", None)
-    failure = CheckpointException(step, {rank if failed is None else failed: (error, stack)})
+    failures = dict.fromkeys(ranks if failed is None else [failed], (error, stack))
+    failure = CheckpointException(step, failures)
     failure.__cause__ = error
     return failure
 
