@@ -93,7 +93,10 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
         if sign in present:
             return "foreign", f"this is {what}, not an actorsnap snapshot: {reader} reads it"
     if snapshots:
-        return "unknown", f"this is a folder of snapshots: open one of them: {_some(snapshots)}"
+        return (
+            "unknown",
+            f"this folder contains snapshots. Open one of them, such as {_some(snapshots)}",
+        )
     if unfinished:
         return "unfinished", f"only unfinished attempts are there, in {_some(unfinished)}"
     if any(map(_OWN.fullmatch, keys)):

@@ -417,9 +417,10 @@ def table_of(source: Source) -> str:
     commit, nbytes = source.seen
     rows = {"path": source.location.display_url}
     if commit is None and source.written is not None:
-        rows |= _written_rows(source.written)
+        is_packed = source.options.compression is not None
+        rows |= _written_rows(source.written, is_packed=is_packed)
     elif commit is None:
-        rows["contents"] = "not read yet"
+        rows["contents"] = "not read yet: call .tree()"
     else:
         rows |= {"created": commit.created, "world size": str(commit.world_size)}
         if commit.step is not None:
@@ -435,12 +436,14 @@ def table_of(source: Source) -> str:
     return f"<table>{''.join(cells)}</table>"
 
 
-def _written_rows(written: Written) -> dict[str, str]:
+def _written_rows(written: Written, *, is_packed: bool) -> dict[str, str]:
     rows = {"world size": str(written.world_size)}
     if written.step is not None:
         rows["step"] = str(written.step)
     if written.nbytes:
-        rows["size"] = f"{size_text(written.nbytes)} before compression"
+        # Not "size", as of a handle that has read: that includes the index.
+        before = " before compression" if is_packed else ""
+        rows["data"] = f"{size_text(written.nbytes)}{before}"
     if written.keys:
         rows["keys"] = ", ".join(written.keys)
     if written.metadata:

@@ -563,7 +563,4 @@ class AsyncCall(Coroutine[Any, Any, T]):
         name, dot, _ = self.__qualname__.partition(".")
         module = "actorsnap.manager.sync" if name == "CheckpointManager" else "actorsnap.sync"
         name = "Snapshot" if dot and name != "CheckpointManager" else name
-        return (
-            f"Write `{self._line}`, or use `from {module} import {name}` in a script without "
-            "asyncio"
-        )
+        return f"Write `{self._line}`, or use `from {module} import {name}`, which needs no await"

@@ -380,6 +380,9 @@ class FsspecStorage(Storage):
             if isinstance(value, str) and value and _SECRET_NAME.search(name):
                 text = text.replace(value, "...")
         detail = text.replace(self._place, self.url)
+        if isinstance(error, ModuleNotFoundError) and error.name:
+            scheme, package = self.url.partition("://")[0], error.name.partition(".")[0]
+            detail = f"{scheme}:// needs the package {package}: pip install {package} ({detail})"
         status = getattr(error, "status", getattr(error, "status_code", None))
         kind: type[StorageError] = StorageError
         retryable = isinstance(error, TimeoutError | ConnectionError)

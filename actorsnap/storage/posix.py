@@ -439,7 +439,20 @@ def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> Stora
         )
     if number in (errno.EMFILE, errno.ENFILE):
         return make(StorageError, f"{reason}; raise the limit of open files (ulimit -n)")
+    if number == errno.EFBIG:
+        return make(StorageError, f"{reason}: {_describe_file_limit()}")
     return make(StorageError, reason)
+
+
+def _describe_file_limit() -> str:
+    import resource  # which only POSIX has
+
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limit_bytes == resource.RLIM_INFINITY:
+        return "the file system holds no file of this size; store elsewhere"
+    return (
+        f"this process may write files of at most {limit_bytes} bytes; raise the limit (ulimit -f)"
+    )
 
 
 def _describe_parent(key: str, root: str) -> str:

@@ -124,15 +124,15 @@ def test_a_dropped_call_is_an_error(
     assert text.startswith(f"{name}({subject}) was never awaited: nothing was {missed}. Write `")
     assert "await " in text
     imported = "warm_up" if name == "warm_up" else "Snapshot"
-    assert f"or use `from actorsnap.sync import {imported}` in a script" in text
+    assert f"or use `from actorsnap.sync import {imported}`, which needs no await" in text
 
 
 def test_the_line_to_write(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
     Snapshot(saved).restore(state(-1))  # type: ignore[unused-coroutine]
     assert caplog.messages == [
         f"Snapshot.restore('{saved}') was never awaited: nothing was restored. Write `await "
-        "actorsnap.Snapshot(...).restore(...)`, or use `from actorsnap.sync import Snapshot` in a "
-        "script without asyncio"
+        "actorsnap.Snapshot(...).restore(...)`, or use `from actorsnap.sync import Snapshot`, "
+        "which needs no await"
     ]
 
 
@@ -142,7 +142,7 @@ def test_the_line_to_write_for_a_manager(tmp_path: Path, caplog: pytest.LogCaptu
     assert caplog.messages == [
         f"CheckpointManager.maybe_save('{tmp_path}') was never awaited: nothing happened. Write "
         "`await manager.maybe_save(...)`, or use `from actorsnap.manager.sync import "
-        "CheckpointManager` in a script without asyncio"
+        "CheckpointManager`, which needs no await"
     ]
 
 

@@ -631,7 +631,7 @@ def test_snapshots_and_attempts_further_below(saved: Path, tmp_path: Path) -> No
     (tmp_path / "runs" / "a").mkdir(parents=True)
     shutil.copytree(saved, tmp_path / "runs" / "a" / "s")
     with pytest.raises(
-        NotASnapshot, match="a folder of snapshots: open one of them: a/s"
+        NotASnapshot, match="this folder contains snapshots. Open one of them, such as a/s"
     ) as caught:
         sync.Snapshot(tmp_path / "runs").restore(state(-1))
     assert caught.value.found == "unknown"
@@ -645,7 +645,9 @@ def test_nothing_and_a_folder_of_snapshots(saved: Path) -> None:
     with pytest.raises(NotASnapshot, match="nothing is there; check the path") as caught:
         sync.Snapshot(saved.parent / "svaed").restore(state(-1))
     assert caught.value.found == "absent"
-    with pytest.raises(NotASnapshot, match="a folder of snapshots: open one of them: saved"):
+    with pytest.raises(
+        NotASnapshot, match="this folder contains snapshots. Open one of them, such as saved"
+    ):
         sync.Snapshot(saved.parent).restore(state(-1))
 
 

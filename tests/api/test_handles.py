@@ -104,7 +104,7 @@ def test_listed_handles_keep_options(api: Facade, saved: Path) -> None:
 def test_a_notebook_shows_what_was_read_and_reads_nothing(api: Facade, saved: Path) -> None:
     with faulty(lambda inner: FaultyStorage(inner, fail_at=1)):
         url = faulty_url(str(saved))
-        assert "not read yet" in api.Snapshot(url)._repr_html_()
+        assert "not read yet: call .tree()" in api.Snapshot(url)._repr_html_()
     snapshot = api.Snapshot(saved)
     assert api.run(snapshot.step) == 9
     shown = snapshot._repr_html_()
@@ -125,11 +125,18 @@ def test_a_notebook_shows_what_was_saved(api: Facade, tmp_path: Path) -> None:
     for snapshot in (taken, api.run(pending.wait())):
         shown = snapshot._repr_html_()
         assert "<th>step</th><td>0</td>" in shown
-        assert re.search(r"<th>size</th><td>\d\.\d KiB before compression</td>", shown)
+        assert re.search(r"<th>data</th><td>\d\.\d KiB</td>", shown)
+        assert "<th>size</th>" not in shown  # which is ``nbytes``
         assert "<th>keys</th><td>a&lt;, b</td>" in shown
         assert "{&quot;run&quot;: 7}" in shown
     assert api.run(snapshot.step) == 0
     assert "<th>created</th>" in snapshot._repr_html_()  # as read
+    packing = Options(fsync=False, compression="zstd")
+    packed = api.run(api.Snapshot.take(tmp_path / "u", state, options=packing))
+    shown = packed._repr_html_()
+    assert re.search(r"<th>data</th><td>\d\.\d KiB before compression</td>", shown)
+    size = api.run(packed.nbytes)
+    assert f"<th>size</th><td>{size} B</td>" in packed._repr_html_()
 
 
 @pytest.mark.parametrize("world_size", [2, 12])  # of more ranks the index is read in parts

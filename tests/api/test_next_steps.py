@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import argparse
+import resource
+import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
@@ -14,16 +16,23 @@ from typing import Any
 import pytest
 import torch
 
+import actorsnap
 from actorsnap import (
+    ActorSnapError,
     ChecksumMismatch,
     IncompatibleState,
+    ObjectExists,
     Options,
+    SnapshotAborted,
     StateDict,
     UnsupportedFormat,
     UsageError,
 )
+from actorsnap.manager.sync import CheckpointManager, every
 from actorsnap.state.optim import ModelState
 from actorsnap.sync import Snapshot
+from actorsnap.testing import FaultyStorage
+from tests.api.faults import faulty, faulty_url
 
 FAST = Options(fsync=False)
 
@@ -121,7 +130,7 @@ def test_a_module_that_is_gone_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     gone: Any = __import__("gone_by_then")
     Snapshot.take(tmp_path / "s", {"x": StateDict(o=gone.Own())}, options=trusting)
     (tmp_path / "gone_by_then.py").unlink()
-    monkeypatch.delitem(__import__("sys").modules, "gone_by_then")
+    monkeypatch.delitem(sys.modules, "gone_by_then")
     with pytest.raises(UnsupportedFormat, match=r"x/o: .* the module gone_by_then, which cannot"):
         Snapshot(tmp_path / "s", options=trusting).restore({"x": StateDict()})
 
@@ -297,3 +306,62 @@ def test_a_damaged_byte_shows_no_frames_of_actorsnap(tmp_path: Path) -> None:
     assert "sub-exception" not in text
     assert "/actorsnap/" not in text.replace("/tests/", "")
     assert text.count("\n") < 20
+
+
+# Storages ----------------------------------------------------------------------------------------
+
+
+def test_a_package_that_a_storage_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fsspec")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    monkeypatch.setitem(sys.modules, "pyarrow.fs", None)
+    with pytest.raises(ActorSnapError) as caught:
+        Snapshot.take("hdfs://x/y", {"x": StateDict(a=1)})
+    assert "hdfs:// needs the package pyarrow: pip install pyarrow" in str(caught.value)
+
+
+def test_a_limit_of_file_sizes_is_named(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    state = {"x": StateDict(w=torch.ones(500_000))}
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, hard))
+    try:
+        with pytest.raises(SnapshotAborted) as caught:
+            Snapshot.take(tmp_path / "s", state, options=FAST)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "File too large: this process may write files of at most 1048576 bytes" in str(
+        caught.value
+    )
+    assert "ulimit -f" in str(caught.value)
+
+
+def test_the_loser_of_two_saves_learns_what_to_do(tmp_path: Path) -> None:
+    state = {"x": StateDict(a=1)}
+
+    class Meanwhile(FaultyStorage):
+        async def put_if_absent(self, key: str, data: bytes) -> None:
+            if key == "actorsnap.json":
+                await actorsnap.Snapshot.take(tmp_path / "s", state, options=FAST)
+            await super().put_if_absent(key, data)
+
+    with faulty(Meanwhile), pytest.raises(ObjectExists) as caught:
+        Snapshot.take(faulty_url(str(tmp_path / "s")), state, options=FAST)
+    text = "another snapshot was committed at this path in the meantime. Take to another path, or "
+    assert f"{text}pass overwrite=True" in str(caught.value)
+
+
+def test_a_run_does_not_go_back_for_a_class_that_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trusting = Options(fsync=False, allow_pickle=True)
+    state = {"x": StateDict(o=1)}
+    with CheckpointManager(tmp_path, state, save=every.steps(1), options=trusting) as manager:
+        manager.maybe_save(1)
+        state["x"]["o"] = Own()
+        manager.maybe_save(2)
+    monkeypatch.delattr(f"{__name__}.Own")
+    with (
+        CheckpointManager(tmp_path, state, save=every.steps(1), options=trusting) as manager,
+        pytest.raises(UnsupportedFormat, match="which cannot be found"),
+    ):
+        manager.restore_latest()
