@@ -61,7 +61,7 @@ class Compared:
         without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
         unplaced: Paths without a place here, by escaped key. Other ranks may have one (pipeline
             stages).
-        hints: A line per missing key, with keys that the snapshot has.
+        hints: Lines for names that the snapshot lacks, with similar ones that it has.
     """
 
     parts: dict[str, KeyRestore] = field(default_factory=dict)
@@ -229,6 +229,8 @@ class _Comparer:
             or part.match.unplaced
             or part.match.mismatched
         )
+        if part.match.missing and (hint := _explain_prefix(escape(key), part)):
+            compared.hints.append(hint)
         if differs and adapts(stateful):
             compared.adapting[key] = part
             # Fresh: a module that adapts may move a leaf.
@@ -324,6 +326,26 @@ class _Comparer:
             "leave the key out"
             for ranks, own in by_ranks.items()
         ]
+
+
+def _explain_prefix(root: str, part: KeyRestore) -> str:
+    """Returns a rename for names that differ only by a prefix of torch's wrappers, or nothing."""
+    missing = {*part.match.missing}
+    saved = {*part.match.unexpected, *part.match.unplaced}
+    for prefix in ("module.", "_orig_mod."):
+        below = f"{root}/{prefix}"
+        for longer, shorter, rename in (
+            (saved, missing, f'"{prefix}"'),
+            (missing, saved, str({f"{root}/": below})),
+        ):
+            names = [path.removeprefix(below) for path in longer if path.startswith(below)]
+            if any(f"{root}/{name}" in shorter for name in names):
+                where = "in the snapshot" if longer is saved else "in the app state"
+                return (
+                    f"the names of {root!r} begin with {prefix!r} only {where}: pass "
+                    f"rename={rename} to Snapshot.restore"
+                )
+    return ""
 
 
 def _with_numbered_states(index: Index, app_state: AppState) -> Index:

@@ -248,6 +248,28 @@ def test_an_optimizer_with_other_groups_is_refused_untouched(
     assert_same(optimizer.state_dict(), saved.state_dict())
 
 
+@pytest.mark.parametrize("prefix", ["module.", "_orig_mod."])
+def test_names_that_differ_by_a_prefix(tmp_path: Path, prefix: str) -> None:
+    plain, wrapped = nn.Linear(2, 2), nn.Module()
+    wrapped.add_module(prefix[:-1], nn.Linear(2, 2))
+    one = Snapshot.take(tmp_path / "wrapped", {"model": wrapped})
+    with pytest.raises(IncompatibleState) as caught:
+        one.restore({"model": plain})
+    assert caught.value.__notes__ == [
+        f"the names of 'model' begin with '{prefix}' only in the snapshot: pass "
+        f'rename="{prefix}" to Snapshot.restore'
+    ]
+    assert one.restore({"model": plain}, rename=prefix).is_complete
+    other = Snapshot.take(tmp_path / "plain", {"model": plain})
+    with pytest.raises(IncompatibleState) as caught:
+        other.restore({"model": wrapped})
+    assert caught.value.__notes__ == [
+        f"the names of 'model' begin with '{prefix}' only in the app state: pass "
+        f"rename={{'model/': 'model/{prefix}'}} to Snapshot.restore"
+    ]
+    assert other.restore({"model": wrapped}, rename={"model/": f"model/{prefix}"}).is_complete
+
+
 def test_one_saved_parameter_group(tmp_path: Path) -> None:
     parameters = [nn.Parameter(torch.ones(1)) for _ in range(2)]
     Snapshot.take(tmp_path / "s", {"o": torch.optim.SGD(parameters, lr=0.5)})

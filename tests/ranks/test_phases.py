@@ -50,6 +50,7 @@ def test_a_rank_out_of_phase_is_everybodys_error(
     for rank in said:
         assert rank["first"]["error"] == "UsageError", rank["first"]
         assert shown in rank["first"]["text"]
+        assert "or whose manager has another save= policy" in rank["first"]["text"]
         assert rank["first"]["seconds"] < 30
         assert rank["changed"] == []
         assert rank["again"]["error"] == "", rank["again"]
