@@ -42,11 +42,13 @@ from actorsnap.cli_calls import (
 )
 from actorsnap.errors import (
     ChecksumMismatch,
+    FormatError,
     NotASnapshot,
     SnapshotReplaced,
     StorageError,
     UsageError,
 )
+from actorsnap.format.foreign import CONTAINS_SNAPSHOTS
 from actorsnap.format.layout import MAX_SHARD_BYTES
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -98,6 +100,7 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
             failed: dict[str, StorageError] = {}
             found = run(maintenance.find_snapshots(source, failed=failed))
             if not (found or failed) or error.found in ("unfinished", "foreign"):
+                _explain(error, path)
                 raise
             sizes = run(maintenance.measure_snapshots(source, found))
             listed_all = {**found, **dict(sorted(failed.items()))}
@@ -115,6 +118,22 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
             return
         if as_json:
             listed.end()
+
+
+def _explain(error: NotASnapshot, path: str) -> None:
+    """Describes a folder without snapshots as ``ls`` sees it."""
+    if error.detail.startswith(CONTAINS_SNAPSHOTS):
+        names = error.detail.removeprefix(CONTAINS_SNAPSHOTS)
+        raise NotASnapshot(
+            key=error.key,
+            detail="no snapshot is directly in this folder; there are some further down: " + names,
+            found=error.found,
+        ) from error
+    if os.path.isdir(path):
+        with os.scandir(path) as entries:
+            links = sorted(entry.name for entry in entries if entry.is_symlink())
+        if links:
+            error.add_note(f"`actorsnap ls` does not follow symbolic links, such as {links[0]}")
 
 
 def _only_one(
@@ -277,7 +296,8 @@ def diff(
             num_leaves += sum(leaf.counts for leaf in both.values())
             num_rows += len(rows)
 
-        left_there, right = _both_sides(a, b, a_option, b_option, option)
+        flags = ("--a-option", "--b-option")
+        left_there, right = _both_sides(a, b, a_option, b_option, option, flags)
         run(reading.each_pair(left_there, Source(right, options()), compare))
         leaves = output.count_of(num_leaves, "leaf", "leaves")
         if as_json:
@@ -345,19 +365,25 @@ def _both_sides(
     src_option: list[str] | None,
     dst_option: list[str] | None,
     option: list[str] | None,
+    flags: tuple[str, str] = ("--src-option", "--dst-option"),
 ) -> tuple[Source, Location]:
     both = parse_storage_options(option)
-    location = make_location(source, both | parse_storage_options(src_option))
+    location = make_location(source, both | parse_storage_options(src_option, flags[0]))
     return (
         Source(location, options()),
-        make_location(to, both | parse_storage_options(dst_option)),
+        make_location(to, both | parse_storage_options(dst_option, flags[1])),
     )
 
 
 @app.command()
 def cp(
     source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
-    to: Annotated[str, typer.Argument(help="The destination, in any storage.", metavar="DST")],
+    to: Annotated[
+        str,
+        typer.Argument(
+            help="Path or URL of the copy itself, not of the folder above it.", metavar="DST"
+        ),
+    ],
     overwrite: OverwriteOption = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON, one line for each event.")
@@ -369,6 +395,8 @@ def cp(
     """Copy a snapshot, or continue an interrupted copy. Other formats are converted."""
     with errors(interrupted="interrupted; run the command again to continue"):
         source_there, target = _both_sides(source, to, src_option, dst_option, option)
+        if not overwrite:
+            _refuse_folder(target, to)
         with progress("copying") as update:
 
             def show(event: CopyEvent) -> None:
@@ -394,6 +422,22 @@ def cp(
                 report.num_skipped
             )
             output.write_lines([f"copied {objects}, {output.size_text(report.copied_bytes)}{kept}"])
+
+
+def _refuse_folder(target: Location, to: str) -> None:
+    """Refuses the folder above the intended copy: the copy would lie among the snapshots there."""
+    there = Source(target, options())
+    try:
+        found = run(maintenance.find_snapshots(there, failed={}))
+        names = [name for name, commit in found.items() if isinstance(commit, Commit)]
+        if not names or run(reading.exists(there)):
+            return
+    except (FormatError, StorageError):
+        return  # the copy finds out
+    raise UsageError(
+        f"{to} has snapshots in it, such as {names[0]}: name the copy itself, as in "
+        f"{to.rstrip('/')}/NAME, or pass --overwrite"
+    )
 
 
 @app.command()
@@ -497,12 +541,12 @@ def export(
 
     with errors():
         both = parse_storage_options(option)
-        src_options = both | parse_storage_options(src_option)
+        src_options = both | parse_storage_options(src_option, "--src-option")
         snapshot = Snapshot(source, storage_options=src_options, options=options())
         common: dict[str, Any] = {
             "rename": _renames(rename),
             "overwrite": overwrite,
-            "storage_options": both | parse_storage_options(dst_option),
+            "storage_options": both | parse_storage_options(dst_option, "--dst-option"),
             "progress": sys.stderr.isatty(),
         }
         if format is ExportFormat.HF:

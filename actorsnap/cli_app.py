@@ -50,7 +50,7 @@ EXIT_CODES = {
     4: "the storage failed; the output cannot be written; the destination exists; the snapshot is "
     "damaged (except for verify); a newer release or a package is needed. recover: the snapshot is "
     "intact",
-    5: "not done, or only in part. rm: not confirmed, a step is pinned, or attempts were kept "
+    5: "not done, or done only in part. rm: not confirmed, a step is pinned, or attempts were kept "
     "or left. prune: a later run began meanwhile",
     70: "a bug, or out of memory; shows a traceback",
     130: "interrupted",

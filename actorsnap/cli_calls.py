@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -69,17 +70,18 @@ def make_source(path: str, option: list[str] | None) -> Source:
     return Source(location, options())
 
 
-def parse_storage_options(given: list[str] | None) -> dict[str, Any]:
+def parse_storage_options(given: list[str] | None, flag: str = "--option") -> dict[str, Any]:
     """Parses the options.
 
     Raises:
-        UsageError: An option is not ``key=value``. It is not repeated: it may be secret.
+        UsageError: An option is not ``key=value``. Only a name is repeated: the rest may be secret.
     """
     found: dict[str, Any] = {}
     for text in given or ():
         key, equals, value = text.partition("=")
         if not key or not equals:
-            raise UsageError("a storage option must be key=value")
+            name = text if re.fullmatch("[a-z_]{1,32}", text) else ""
+            raise UsageError(f"{flag}{f' {name}' * bool(name)}: write KEY=VALUE")
         if key in found:
             raise UsageError(f"the storage option {key!r} is given twice")
         try:

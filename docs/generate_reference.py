@@ -109,7 +109,7 @@ def commands() -> str:
 
 
 def _usage(argument: Any) -> str:
-    name: str = (argument.metavar or argument.name).upper().strip("[]")
+    name: str = (argument.metavar or argument.name).upper().strip("[]").removesuffix("...")
     return name + ("..." if argument.nargs == -1 else "")
 
 

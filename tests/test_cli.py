@@ -689,11 +689,17 @@ def test_each_side_of_a_copy_has_options(saved: Path, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("flag", ["--option", "--src-option", "--dst-option"])
+def test_an_option_without_a_value(saved: Path, flag: str) -> None:
+    ended = run("cp", saved, f"{saved}-2", flag, "region")
+    assert (ended.code, ended.err) == (2, f"error: {flag} region: write KEY=VALUE\n")
+
+
 @pytest.mark.parametrize("given", ["hunter2", "=hunter2"])
 def test_a_bad_option_is_not_repeated(saved: Path, given: str) -> None:
     ended = run("ls", saved, "--option", given)
     assert ended.code == 2
-    assert "key=value" in ended.err
+    assert "write KEY=VALUE" in ended.err
     assert "hunter2" not in ended.err + ended.out
 
 
@@ -949,6 +955,39 @@ def test_recover_where_nothing_is(tmp_path: Path, unfinished: Path) -> None:
     for path in (tmp_path / "no", unfinished):
         ended = run("recover", path)
         assert (ended.code, ended.out) == (3, "")
+
+
+def test_a_copy_to_a_folder_of_snapshots(saved: Path, tmp_path: Path) -> None:
+    """``DST`` is the copy, not the folder above it, as it is for ``cp -r``."""
+    backup = tmp_path / "backup"
+    Snapshot.take(backup / "a", state())
+    before = sorted(backup.rglob("*"))
+    ended = run("cp", saved, backup)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == (
+        f"error: {backup} has snapshots in it, such as a: name the copy itself, as in "
+        f"{backup}/NAME, or pass --overwrite\n"
+    )
+    assert sorted(backup.rglob("*")) == before
+    assert run("cp", saved, backup / "a" / "b").code == 0  # below a snapshot
+    assert run("cp", saved, backup / "b").code == 0
+    assert run("cp", saved, backup / "b").code == 0  # it is there
+    assert run("cp", saved, backup, "--overwrite").code == 0
+
+
+def test_ls_of_folders_without_snapshots(saved: Path, tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "runs" / "7" / "a", state())
+    ended = run("ls", tmp_path / "runs")
+    assert ended.code == 3
+    assert ended.err == (
+        f"error: {tmp_path}/runs: no snapshot is directly in this folder; there are some further "
+        "down: 7/a\n"
+    )
+    (tmp_path / "links").mkdir()
+    (tmp_path / "links" / "newest").symlink_to(saved)
+    ended = run("ls", tmp_path / "links")
+    assert ended.code == 3
+    assert "does not follow symbolic links, such as newest" in ended.err
 
 
 # Usage, terminals, pipes ----------------------------------------------------------------------

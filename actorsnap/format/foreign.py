@@ -13,6 +13,9 @@ from actorsnap.format.manifest import COMMIT_KEY, COMMIT_KEYS, OLDER_COMMIT_KEY
 HEAD_BYTES = 512
 """Bytes that ``recognize_file`` needs."""
 
+CONTAINS_SNAPSHOTS = "this folder contains snapshots. Open one of them, such as "
+"""Beginning of what ``recognize`` returns for a folder of snapshots."""
+
 _SIGNS: tuple[tuple[str, str, str], ...] = (
     (
         ".metadata",
@@ -95,7 +98,7 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
     if snapshots:
         return (
             "unknown",
-            f"this folder contains snapshots. Open one of them, such as {_some(snapshots)}",
+            f"{CONTAINS_SNAPSHOTS}{_some(snapshots)}",
         )
     if unfinished:
         return "unfinished", f"only unfinished attempts are there, in {_some(unfinished)}"
