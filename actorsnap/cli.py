@@ -425,7 +425,7 @@ def cp(
 
 
 def _refuse_folder(target: Location, to: str) -> None:
-    """Refuses the folder above the intended copy: the copy would lie among the snapshots there."""
+    """Refuses a folder of snapshots: the copy would be mixed with them."""
     there = Source(target, options())
     try:
         found = run(maintenance.find_snapshots(there, failed={}))
