@@ -126,16 +126,16 @@ class TieredRoot(Root):
         return listing
 
     async def read_commits(
-        self, opened: OpenSource, names: Iterable[StepName]
+        self, opened: OpenSource, names: Iterable[StepName], *, has_newer: bool = False
     ) -> dict[StepName, Commit | FormatError]:
         names = [*names]
-        found = await super().read_commits(opened, names)
+        found = await super().read_commits(opened, names, has_newer=has_newer)
         damaged = self.root.damaged
         others = [n for n in names if n in damaged or not isinstance(found.get(n), Commit)]
         there: dict[StepName, Commit | FormatError] = {}
         if others:
             async with self.tier.source.opened(opened.host, "list") as near:
-                there = await self.tier.read_commits(near, others)
+                there = await self.tier.read_commits(near, others, has_newer=has_newer)
         whole = {
             name: commit
             for name, commit in there.items()
