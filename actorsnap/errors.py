@@ -272,8 +272,7 @@ class StorageError(ActorSnapError):
 
     def _text(self) -> str:
         where = f"{self.key!r} in {self.backend}" if self.key else self.backend
-        what = "writing" if self.op == "writer" else f"{self.op} of"
-        return f"{self.detail or type(self).__name__} ({what} {where})"
+        return f"{self.detail or type(self).__name__} ({self.op} of {where})"
 
 
 class ObjectNotFound(StorageError, FileNotFoundError):
