@@ -80,7 +80,7 @@ def check_plain(value: object, path: str) -> None:
 def not_plain(path: str, what: str) -> UsageError:
     return UsageError(
         f"{path!r} is a {what}: only dense tensors and plain values are exported. Export another "
-        "key, or leave it out by rename=, as a function that returns None for it"
+        "key. In Python, a function in rename= can leave it out: return None for it"
     )
 
 

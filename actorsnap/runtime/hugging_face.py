@@ -324,8 +324,8 @@ def _cast(body: Body, dtype: str, to: str) -> Body:
 
 def _refused(path: str, what: str) -> UsageError:
     return UsageError(
-        f"{path!r} is a {what}, which safetensors cannot hold: leave it out by rename=, as a "
-        "function that returns None for it"
+        f"{path!r} is a {what}, which safetensors cannot hold: export another key. In Python, a "
+        "function in rename= can leave it out: return None for it"
     )
 
 
