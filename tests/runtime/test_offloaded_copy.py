@@ -218,7 +218,7 @@ def test_an_error_arrives_as_it_was(tmp_path: Path) -> None:
     run.save(1)
     until(lambda: run.manager.status().failed_drains)
     (error,) = run.manager.status().failed_drains.values()
-    assert error.startswith("StorageFull: the copy's destination: no room (writing ")
+    assert error.startswith("StorageFull: the copy's destination: no room (writer of ")
     (run.root / "fail-writer").unlink()
     run.save(2)
     run.manager.close()
