@@ -235,7 +235,7 @@ class CommitActor:
                 op="commit",
                 key=COMMIT_KEY,
                 backend=self.storage.url,
-                detail="another snapshot was committed at this path in the meantime. Take to "
+                detail="another snapshot was committed at this path in the meantime. Save to "
                 "another path, or pass overwrite=True to replace it",
             )
             return Failure.of(exists, stage=Stage.COMMIT, key=COMMIT_KEY)

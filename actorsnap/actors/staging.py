@@ -130,20 +130,19 @@ class StagingActor:
 
     async def _stage(self, chunk: Chunk, chunks: Iterator[Chunk], row: Row) -> list[StagedChunk]:
         """Stages a chunk, and more of ``chunks`` if devices copy them."""
-        first: Chunk | None = chunk
+        taken: Chunk | None = chunk
         staged: list[StagedChunk] = []
         gatherings: list[Gathering] = []
         nbytes = 0
         try:
-            while first is not None:
-                each, gathering = await self._prepare(first)
+            while taken is not None:
+                each, gathering = await self._prepare(taken)
                 staged.append(each)
                 if gathering is not None:
                     gatherings.append(gathering)
-                nbytes += first.stop - first.start
-                may_add = self._has_turns and nbytes < _TURN_BYTES
-                may_add = may_add and not self.budget.would_wait(self._largest_bytes)
-                first = next(chunks, None) if may_add else None
+                nbytes += taken.stop - taken.start
+                has_room = nbytes < _TURN_BYTES and not self.budget.would_wait(self._largest_bytes)
+                taken = next(chunks, None) if self._has_turns and has_room else None
             if gatherings:
                 row.note(Wait.MEMORY)
                 key = self._order.objects[chunk.object].key

@@ -259,7 +259,7 @@ class CheckpointManager(ManagerHandle):
             UsageError: The step goes back, or an argument is bad.
             RootTaken: A later manager has begun a run at the root. Nothing was saved.
             SnapshotAborted: This save failed; or an earlier one did, in the background, and this
-                step is saved nevertheless. All ranks raise it in the same call.
+                step is still saved. All ranks raise it in the same call.
         Cancellation: As of ``Snapshot.async_take``.
         """
         given = Given(metrics, app_state, metadata)

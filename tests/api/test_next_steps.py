@@ -346,7 +346,7 @@ def test_the_loser_of_two_saves_learns_what_to_do(tmp_path: Path) -> None:
 
     with faulty(Meanwhile), pytest.raises(ObjectExists) as caught:
         Snapshot.take(faulty_url(str(tmp_path / "s")), state, options=FAST)
-    text = "another snapshot was committed at this path in the meantime. Take to another path, or "
+    text = "another snapshot was committed at this path in the meantime. Save to another path, or "
     assert f"{text}pass overwrite=True" in str(caught.value)
 
 

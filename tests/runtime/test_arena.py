@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from actorsnap.runtime import arena as arenas
 from actorsnap.runtime.arena import Arena, ArenaView
 from tests.conftest import LeakCheck
 
@@ -386,3 +387,25 @@ def test_a_forked_child_unpins_nothing(arena: Arena) -> None:
         os._exit(len(pins.pinned))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
     arena.free(lent)
+
+
+def test_an_old_kernel_touches_the_pages_itself(
+    shared: Arena, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before Linux 5.14 it cannot be asked for them."""
+
+    class OldKernel:
+        @staticmethod
+        def madvise(address: int, nbytes: int, advice: int) -> int:
+            return -1
+
+    kept = shared.allocate(MIB)
+    kept[:] = b"\7" * MIB
+    shared.free(kept)
+    monkeypatch.setattr(arenas, "_libc", OldKernel())
+    shared.warm_up([MIB] * 4)
+    assert file_bytes(shared) == 4 * MIB
+    views = [shared.allocate(MIB) for _ in range(4)]
+    assert any(view == b"\7" * MIB for view in views), "bytes were changed"
+    for view in views:
+        shared.free(view)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -135,3 +136,31 @@ def test_jobs_that_wait_get_a_thread_each_at_once(pool: WorkerPool) -> None:
         pool.submit_waiting((int, (), lambda *_, done=done: done.set()))
         assert done.wait(60)
     assert len(pool._threads) == 2  # who is idle takes it
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_job_is_let_go_before_its_end_is_told(pool: WorkerPool, fails: bool) -> None:
+    """Who is told may free what the job has copied."""
+
+    class Memory:
+        pass
+
+    memory = Memory()
+    alive = weakref.ref(memory)
+    told: list[bool] = []
+    ended = threading.Event()
+
+    def use(memory: Memory) -> None:
+        if fails:
+            raise ValueError
+
+    def tell(result: object, error: BaseException | None) -> None:
+        if error is not None:
+            error.__traceback__ = None  # its frames hold the arguments
+        told.append(alive() is not None)
+        ended.set()
+
+    pool.submit((use, (memory,), tell))
+    del memory
+    assert ended.wait(60)
+    assert told == [False]
