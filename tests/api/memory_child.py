@@ -8,8 +8,6 @@ kind has loaded does not count.
 
 from __future__ import annotations
 
-import ctypes
-import gc
 import json
 import shutil
 import sys
@@ -21,12 +19,12 @@ from typing import Any
 import torch
 
 from actorsnap import Options, StateDict
-from actorsnap.runtime.host import Host
 from actorsnap.storage import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.registry import register
 from actorsnap.sync import Snapshot
 from actorsnap.testing import ThrottledStorage
+from tests.support.memory import return_free_memory
 
 MIB = 1 << 20
 OPTIONS = Options(fsync=False)
@@ -45,9 +43,7 @@ def _status(name: str) -> int:
 
 def growth(call: Call) -> int:
     """Peak minus what was there before, in bytes."""
-    gc.collect()
-    Host.get().resources.arena.trim()  # memory that the warm-up left for reuse counts as growth
-    ctypes.CDLL(None).malloc_trim(0)
+    return_free_memory()  # of the warm-up
     Path("/proc/self/clear_refs").write_text("5")
     before = _status("VmRSS")
     result = call()

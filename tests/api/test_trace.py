@@ -35,6 +35,7 @@ from actorsnap.storage.registry import open_storage, register
 from actorsnap.testing.faults import FaultyStorage, Verb
 from tests.api.facades import FACADES, Facade, each_facade
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
+from tests.support.memory import return_free_memory
 
 MIB = 1 << 20
 SYNC = FACADES[1]
@@ -337,6 +338,7 @@ def test_memory_of_a_call_is_measured(tmp_path: Path, offload: str) -> None:
         tmp_path / "snap", state(64), options=options(trace, offload=offload)
     ).wait()
     found = StateDict()
+    return_free_memory()
     SYNC.Snapshot(tmp_path / "snap", options=options(trace)).restore({"model": found})
     events = events_of(tmp_path / "restore.json")
     measured = [event["args"] for event in events if event["name"] == "resident bytes"]

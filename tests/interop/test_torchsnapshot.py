@@ -39,6 +39,7 @@ from tests.api.faults import faulty, faulty_url
 from tests.formats.test_torchsnapshot import DATA, is_equal
 from tests.formats.written_by_torchsnapshot import make_model, make_optimizer, make_values
 from tests.support.cases import slow
+from tests.support.memory import return_free_memory
 from tests.worlds import Director
 
 TRUSTED = Options(allow_pickle=True)
@@ -225,6 +226,7 @@ def test_a_failed_save_leaves_the_older_one(tmp_path: Path) -> None:
 def test_memory_of_a_block_is_measured() -> None:
     deltas: list[int] = []
     threads = threading.active_count()
+    return_free_memory()
     with measure_rss_deltas(deltas, timedelta(hours=1)):
         held = np.ones(64 << 20, np.uint8)
     assert len(deltas) == 2
