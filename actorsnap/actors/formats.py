@@ -138,6 +138,11 @@ class Place:
             await for_each(range(len(ranges)), get, at_once=AT_ONCE)
         return [found[number] for number in range(len(ranges))]
 
+    def path_of(self, key: str) -> str:
+        """Returns a file's path on this machine, for messages; of an object store: its name."""
+        local = unwrapped(self.storage).capabilities.has_blocking_io
+        return f"{self.storage.url}/{key}" if local else key.rpartition("/")[2]
+
     @property
     def used(self) -> Mapping[str, ObjectInfo]:
         return self._used

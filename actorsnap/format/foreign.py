@@ -175,7 +175,9 @@ def _some(names: Mapping[str, None]) -> str:
 
 def _unfinished(attempts: Mapping[str, int], url: str, complete: Collection[str]) -> str:
     def listed(names: Iterable[str]) -> str:
-        return ", ".join([f"{name} ({attempts[name]} objects)" for name in names])
+        return ", ".join(
+            [f"{n} ({attempts[n]} object{'s' if attempts[n] != 1 else ''})" for n in names]
+        )
 
     if not complete:
         return (
@@ -183,8 +185,9 @@ def _unfinished(attempts: Mapping[str, int], url: str, complete: Collection[str]
             "an older snapshot; the next take to this path, or `actorsnap rm --garbage`, cleans up"
         )
     return (
-        f"there is no commit object ({COMMIT_KEY}; {OLDER_COMMIT_KEY} in older snapshots), but a "
-        f"complete attempt: {listed(sorted(complete))}. Either the save ended just before its "
-        "commit, or a copy left the commit object out: `cp -r SRC/* DST` skips "
-        f"{OLDER_COMMIT_KEY}. Copy that object, too, or run `actorsnap recover {shlex.quote(url)}`"
+        f"there is no commit object ({COMMIT_KEY}), but a complete attempt: "
+        f"{listed(sorted(complete))}. Either the save ended just before its commit, or a copy "
+        f"left {COMMIT_KEY} out. If the source has {OLDER_COMMIT_KEY} instead, of an older "
+        "release, `cp -r SRC/* DST` skipped it. Copy that object, too, or run "
+        f"`actorsnap recover {shlex.quote(url)}`"
     )

@@ -50,7 +50,10 @@ def _without_prefix(path: str, prefix: str) -> str:
 def _with_prefix(path: str, prefixes: Sequence[tuple[str, str]]) -> str:
     for old, new in prefixes:
         if _is_prefix(old, path):
-            return f"{new}{path.removeprefix(old)}".removeprefix("/")
+            rest = path.removeprefix(old)
+            if rest.startswith(".") and "/" not in new:
+                rest = f"/{rest[1:]}"  # "new" is a key now, and a slash follows a key
+            return f"{new}{rest}".removeprefix("/")
     return path
 
 
@@ -82,7 +85,10 @@ def check_used(rename: Rename | None, paths: Iterable[str]) -> None:
         if any(_is_prefix(old, path) for path in known):
             continue
         hint = did_you_mean(old.rstrip("/."), _names(known), limit=2)
-        if not hint:
+        new = rename[old]
+        if any(_is_prefix(new, path) for path in known if new):
+            hint = f"a rename goes from the snapshot to the app state: pass rename={ {new: old} }"
+        elif not hint:
             keys = sorted({path.partition("/")[0] for path in known})
             hint = f"it has the keys {', '.join(map(repr, keys[:5]))}"
         raise UsageError(f"rename: the snapshot has no path that begins with {old!r}; {hint}")
@@ -131,6 +137,7 @@ def renamed(index: Index, rename: Rename) -> Index:
 
     containers: dict[str, ContainerEntry] = {}
     leaves: dict[str, AnyEntry] = {}
+    origins: dict[str, str] = {}
     order: list[str] = []
     for entry in index.entries:
         new = path_of(entry.path)
@@ -141,9 +148,14 @@ def renamed(index: Index, rename: Rename) -> Index:
             continue
         if new is None:
             continue
-        if not new or new in leaves:
-            what = f"{new!r} would be two leaves" if new else "it would have no path"
-            raise UsageError(f"rename of {entry.path!r}: {what}")
+        if not new:
+            raise UsageError(f"rename of {entry.path!r}: it would have no path")
+        if new in leaves:
+            raise UsageError(
+                f"rename of {entry.path!r}: {new!r} would be two leaves, because "
+                f"{origins[new]!r} has that path, too. Rename one of them to another path; a "
+                "function leaves one out if it returns None for it"
+            )
         if isinstance(entry, ViewEntry):
             base = path_of(entry.of)
             if not base:
@@ -151,6 +163,7 @@ def renamed(index: Index, rename: Rename) -> Index:
                     f"rename leaves out {entry.of!r}, whose memory {entry.path!r} shares"
                 )
             entry = msgspec.structs.replace(entry, of=base)
+        origins[new] = entry.path
         leaves[new] = msgspec.structs.replace(entry, path=new)
         order.append(new)
     private = [(path_of(path), ranks) for path, ranks in index.held_by_other_ranks.items()]

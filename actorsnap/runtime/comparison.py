@@ -301,16 +301,21 @@ class _Comparer:
         """Returns the keys that the snapshot has instead, and how to restore from one."""
         others = sorted(self._entries.keys() - self._states.keys())
         text = f"the snapshot has no key {key!r}"
-        if not others:
-            return f"{text}; it has {', '.join(map(repr, sorted(self._entries)[:5])) or 'none'}"
-        hint = did_you_mean(key, others)
-        if not hint:
-            hint = f"it has {', '.join(map(repr, others[:5]))}{', ...' if others[5:] else ''}."
-        (near,) = get_close_matches(key, others, n=1, cutoff=0.0)
-        rename = {escape(near): escape(key)}
-        return (
-            f"{text}; {hint} To restore from another key, pass rename={rename} to Snapshot.restore"
-        )
+        shown = others or sorted(self._entries)
+        has = f"it has {', '.join(map(repr, shown[:5])) or 'none'}{', ...' if shown[5:] else ''}"
+        near = get_close_matches(key, others, n=1) or [
+            other for other in others if key in other or (len(other) > 2 and other in key)
+        ]
+        if near:
+            hint = did_you_mean(key, others) or f"{has}."
+            return (
+                f"{text}; {hint} To restore from another key, pass "
+                f"rename={ {escape(near[0]): escape(key)} } to Snapshot.restore"
+            )
+        found = [each for each in self.app_state if each in self._entries]
+        if not found:
+            return f"{text}; {has}"
+        return f"{text}; {has}. To leave it as it is, pass keys={found} to Snapshot.restore"
 
     def _explain_private(self, key: str, paths: Sequence[str]) -> list[str]:
         """Returns a line per set of ranks with wanted private leaves."""
@@ -329,7 +334,10 @@ class _Comparer:
 
 
 def _explain_prefix(root: str, part: KeyRestore) -> str:
-    """Returns a rename for names that differ only by a prefix of torch's wrappers, or nothing."""
+    """Returns a rename for names that differ by a prefix of torch's wrappers or by a separator.
+
+    Empty: they differ in another way.
+    """
     missing = {*part.match.missing}
     saved = {*part.match.unexpected, *part.match.unplaced}
     for prefix in ("module.", "_orig_mod."):
@@ -344,6 +352,16 @@ def _explain_prefix(root: str, part: KeyRestore) -> str:
                 return (
                     f"the names of {root!r} begin with {prefix!r} only {where}: pass "
                     f"rename={rename} to Snapshot.restore"
+                )
+    for path in part.match.missing:
+        key, _, name = path.partition("/")
+        layers = name.split(".")
+        for number in range(1, len(layers)):
+            layer = f"{key}/{'.'.join(layers[:number])}"
+            if f"{layer}/{'.'.join(layers[number:])}" in saved:
+                return (
+                    f"a rename moved a key to {layer!r}, but a dot follows the name of a layer: "
+                    f'pass both with what follows them, rename={{"KEY/": "{layer}."}}'
                 )
     return ""
 

@@ -230,9 +230,9 @@ def test_one_pickled_leaf(tmp_path: Path) -> None:
 # Whole modules in files of torch.save ------------------------------------------------------------
 
 
-def _whole(file: str, kind: str) -> str:
+def _whole(file: Path, kind: str) -> str:
     return (
-        f"{file} holds a whole module ({kind}), not a state dict. If you trust the file: "
+        f"{file.name} holds a whole module ({kind}), not a state dict. If you trust the file: "
         f"torch.save(torch.load('{file}', weights_only=False).state_dict(), 'state.pt')"
     )
 
@@ -257,14 +257,23 @@ def test_a_whole_module_in_a_file(
             torch.save(module, tmp_path / file, _use_new_zipfile_serialization=is_zip)
             with pytest.raises(UsageError) as caught:
                 Snapshot(tmp_path / file, options=options).restore({"model": module})
-            assert str(caught.value) == _whole(file, kind)
+            assert str(caught.value) == _whole(tmp_path / file, kind)
             saved = {"model": module, "epoch": 1}
             torch.save(saved, tmp_path / file, _use_new_zipfile_serialization=is_zip)
             with pytest.raises(UsageError) as caught:
                 Snapshot(tmp_path / file, options=options).restore({"model": module})
             text = str(caught.value)
             assert f"{file} holds a whole module ({kind}) among its values" in text
-            assert f"torch.load('{file}', weights_only=False)" in text
+            assert f"torch.load('{tmp_path / file}', weights_only=False)" in text
+
+
+def test_a_whole_module_in_an_object_store(tmp_path: Path) -> None:
+    torch.save(torch.nn.Linear(1, 1), tmp_path / "a.pt")
+    fsspec = pytest.importorskip("fsspec")
+    fsspec.filesystem("memory").pipe("/whole/pytorch_model.bin", (tmp_path / "a.pt").read_bytes())
+    with pytest.raises(UsageError, match="download it: torch.save") as caught:
+        Snapshot("fsspec+memory://whole").keys()
+    assert "torch.load('pytorch_model.bin', weights_only=False)" in str(caught.value)
 
 
 def test_modules_without_tensors_are_values(tmp_path: Path) -> None:

@@ -115,6 +115,29 @@ def test_a_renamed_layer(tmp_path: Path, written_by: str) -> None:
             call({"model": new}, rename={"model/fcl": "model/encoder"})
 
 
+def test_a_layer_becomes_a_key(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "s", {"model": torch.nn.Sequential(linear(3), linear(4))})
+    layer = linear(0)
+    Snapshot(tmp_path / "s").restore({"layer": layer}, rename={"model/1": "layer"})
+    assert is_all(layer, 4)
+    with pytest.raises(UsageError, match=r"pass rename=\{'model/1': 'layer'\}"):
+        Snapshot(tmp_path / "s").restore({"layer": layer}, rename={"layer": "model/1"})
+    with pytest.raises(UsageError, match=r"because 'model/0.(weight|bias)' has that path, too"):
+        Snapshot(tmp_path / "s").restore(
+            {"model": layer}, rename={"model/0": "model", "model/1": "model"}
+        )
+
+
+def test_a_key_becomes_a_layer(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "s", {"layer": linear(3)})
+    model = torch.nn.Sequential(linear(0))
+    Snapshot(tmp_path / "s").restore({"model": model}, rename={"layer/": "model/0."})
+    assert is_all(model[0], 3)
+    with pytest.raises(IncompatibleState) as caught:
+        Snapshot(tmp_path / "s").restore({"model": model}, rename={"layer": "model/0"})
+    assert any('rename={"KEY/": "model/0."}' in note for note in caught.value.__notes__)
+
+
 def test_an_optimizer_moves(tmp_path: Path) -> None:
     """As in Lightning's files: a list of optimizers."""
     module = linear(1)

@@ -58,6 +58,10 @@ def paths(index: Index) -> list[str]:
         ({"model/fc1": "model/a", "model/fc1.0": "model/b"}, "model/fc1.0.w", "model/b.w"),
         ({"model": "net"}, "model.ema/fc", "model.ema/fc"),
         ({"top": ""}, "top/fc/w", "fc/w"),
+        ({"model/0": "layer"}, "model/0.weight", "layer/weight"),
+        ({"model/0": "layer"}, "model/0.a.weight", "layer/a.weight"),
+        ({"model/0": "layer"}, "model/0/weight", "layer/weight"),
+        ({"model/0.": "layer."}, "model/0.weight", "layer.weight"),
         (lambda path: path.replace("_orig_mod.", ""), "m/a._orig_mod.b", "m/a.b"),
         (lambda path: None, "m/a", None),
     ],
@@ -97,6 +101,7 @@ def test_used(rename: Any) -> None:
         ({"model/fcl": "model/a"}, "begins with 'model/fcl'; did you mean 'model/fc1'"),
         ({"model": "net", "modle/fc1": "a"}, "begins with 'modle/fc1'; did you mean 'model/fc1'"),
         ({"fc": "model/a"}, "begins with 'fc'; it has the keys 'model', 'optim'"),
+        ({"layer": "model/fc1"}, r"app state: pass rename=\{'model/fc1': 'layer'\}"),
     ],
 )
 def test_unused(rename: Any, match: str) -> None:
@@ -136,7 +141,11 @@ def test_containers_precede_what_moves_into_them() -> None:
 @pytest.mark.parametrize(
     ("entries", "rename", "match"),
     [
-        ((value("a"), value("b")), {"b": "a"}, "'a' would be two leaves"),
+        (
+            (value("a"), value("b")),
+            {"b": "a"},
+            "of 'b': 'a' would be two leaves, because 'a' has that path",
+        ),
         ((value("a"),), {"a": ""}, "no path"),
         ((value("a"),), lambda path: 3, "returned 3 for 'a'"),
         (

@@ -47,10 +47,13 @@ class Ghosts:
     """The storages of a pickle, as memory on the meta device.
 
     Attributes:
+        file: Path of the file for ``torch.load``, for messages. Of an object store: its name alone.
+            Empty: ``torch.load`` does not read it.
         found: By key, in order of appearance.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, file: str = "") -> None:
+        self.file = file
         self.found: dict[str, SavedStorage] = {}
         self._held: dict[str, Any] = {}
         self._by_memory: dict[int, SavedStorage] = {}
@@ -120,7 +123,7 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
             warnings.simplefilter("ignore")  # of typed storages
             return unpickler.load()
     except WholeModule as error:
-        raise _whole_module(error.kind, key, is_all=error.is_all) from error
+        raise _whole_module(error.kind, key, ghosts.file, is_all=error.is_all) from error
     except Refusal as error:
         name = error.name
         by_name = f"{name} by torch.serialization.add_safe_globals, or everything by "
@@ -145,18 +148,24 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
         raise _damaged(key, error) from error
 
 
-def _whole_module(kind: type, key: str, *, is_all: bool) -> UsageError:
+def _whole_module(kind: type, key: str, file: str, *, is_all: bool) -> UsageError:
     name = f"{kind.__module__}.{kind.__qualname__}"
     if getattr(torch.nn, kind.__qualname__, None) is kind:
         name = f"torch.nn.{kind.__qualname__}"
-    load = f"torch.load({key!r}, weights_only=False)"
+    if not file:
+        return UsageError(
+            f"{key} is or holds a whole module ({name}). Save its state_dict() instead, in the "
+            "program that has its class"
+        )
+    load = f"torch.load({file!r}, weights_only=False)"
+    trust = "If you trust the file" if "/" in file else "If you trust the file, download it"
     if is_all:
         return UsageError(
-            f"{key} holds a whole module ({name}), not a state dict. If you trust the file: "
+            f"{key} holds a whole module ({name}), not a state dict. {trust}: "
             f"torch.save({load}.state_dict(), 'state.pt')"
         )
     return UsageError(
-        f"{key} holds a whole module ({name}) among its values. If you trust the file, load it "
+        f"{key} holds a whole module ({name}) among its values. {trust}, load it "
         f"with {load}, replace the module by its state_dict(), and save it again"
     )
 
@@ -352,7 +361,8 @@ class StateDescriber:
         odd: list[str] = []
         for path, value in leaves:
             if isinstance(value, torch.nn.Module) and next(value.parameters(), None) is not None:
-                raise _whole_module(type(value), self._key, is_all=path == DEFAULT_KEY)
+                is_all = path == DEFAULT_KEY
+                raise _whole_module(type(value), self._key, self._ghosts.file, is_all=is_all)
             if not isinstance(value, _Dense | CompositeEntry | Container):
                 try:
                     objects.encode_inline(value, path)

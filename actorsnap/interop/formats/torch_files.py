@@ -227,7 +227,7 @@ async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
         return data
 
     archive = await answered(read_archive(size, key), read)
-    ghosts = Ghosts()
+    ghosts = Ghosts(place.path_of(key))
     state = await place.run_blocking(
         partial(unpickle, BytesIO(archive.pickle), ghosts, key, allow_pickle=allow_pickle)
     )
@@ -269,7 +269,7 @@ async def _read_legacy(place: Place, key: str) -> SavedFile:
     while True:
         stop = min(size, max(_FIRST_BYTES, min(8 * len(data), _MAX_PICKLES_BYTES)))
         data += await place.get(key, len(data), stop)
-        file, ghosts = BytesIO(data), Ghosts()
+        file, ghosts = BytesIO(data), Ghosts(place.path_of(key))
         try:
             state, starts = await place.run_blocking(
                 _parse_legacy, file, ghosts, key, size, place.allow_pickle
