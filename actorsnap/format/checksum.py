@@ -51,6 +51,7 @@ def crc32c_of(views: Iterable[Buffer]) -> int:
     return value
 
 
+@lru_cache(maxsize=1024)  # the shards of a model have few sizes
 def choose_block_bytes(nbytes: int, *, is_shard: bool) -> int:
     """Returns the block size for writing a leaf of ``nbytes`` bytes.
 

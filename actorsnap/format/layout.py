@@ -258,6 +258,11 @@ def header_cost(name: str, ndim: int) -> int:
     return _SLOT_COST + len(_encoder.encode(name)) + 42 * ndim  # 21 per size or offset
 
 
+def most_header_bytes(name_length: int, ndim: int) -> int:
+    """Returns an upper bound of ``header_cost``, for names of up to ``name_length`` characters."""
+    return _SLOT_COST + 2 + 6 * name_length + 42 * ndim  # JSON: up to 6 bytes per character
+
+
 def lay_out(slots: Sequence[Slot]) -> ObjectLayout:
     """Lays out ``slots`` consecutively, in the given order, and encodes the header.
 
@@ -269,14 +274,20 @@ def lay_out(slots: Sequence[Slot]) -> ObjectLayout:
     members: dict[str, _Tensor] = {}
     encoded = [_HEADER_PREFIX]
     offsets: list[int] = []
+    types: dict[object, tuple[str, tuple[int, ...]]] = {}  # few, in a model
     position = 0
     for slot in slots:
         name = _ESCAPED_METADATA if slot.name == _METADATA else slot.name
         if name in names:
             raise ValueError(f"{name!r} is twice in one data object")
         names.add(name)
-        dtype, shape = _stored_type(slot)
-        stop = position + slot.nbytes
+        nbytes = slot.nbytes
+        kind = slot.dtype, slot.shape, nbytes
+        found = types.get(kind)
+        if found is None:
+            found = types[kind] = _stored_type(slot)
+        dtype, shape = found
+        stop = position + nbytes
         members[name] = _Tensor(dtype, shape, (position, stop))
         offsets.append(position)
         position = stop

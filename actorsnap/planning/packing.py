@@ -26,6 +26,7 @@ from actorsnap.format.layout import (
     data_key,
     header_cost,
     lay_out,
+    most_header_bytes,
     shard_name,
     top_level_key,
 )
@@ -131,7 +132,8 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
         while index < len(self.starts) and self.starts[index] < stop:
             low, high = self.starts[index], self.ends[index]
             if high > low:
-                yield Piece(index, max(start, low) - low, min(stop, high) - low)
+                first = 0 if start <= low else start - low
+                yield Piece(index, first, (high if high <= stop else stop) - low)
             index += 1
 
 
@@ -381,6 +383,12 @@ def _distribute(items: Sequence[Item], members: list[int], count: int) -> list[l
 
 
 def _split_headers(items: Sequence[Item], members: list[int]) -> list[list[int]]:
+    if not members:
+        return []
+    longest = max([len(items[index].path) for index in members])
+    most_dims = max([len(items[index].shape) for index in members])
+    if len(members) * most_header_bytes(longest, most_dims) <= MAX_HEADER_BYTES:
+        return [members]  # usual; the exact sizes take as long as the rest of packing
     groups: list[list[int]] = [[]]
     cost = 0
     for index in members:
@@ -391,15 +399,10 @@ def _split_headers(items: Sequence[Item], members: list[int]) -> list[list[int]]
             groups.append([])
             cost = added
         groups[-1].append(index)
-    return groups if members else []
+    return groups
 
 
 _Leaf: TypeAlias = tuple[int, int, int, ItemBox | None]
-
-
-def _name(item: Item, strip: int) -> str:
-    name = item.path[strip:] or item.path
-    return name if item.offsets is None else shard_name(name, item.offsets)
 
 
 def _plan_object(
@@ -411,14 +414,16 @@ def _plan_object(
     rules: PackingRules,
     part: ObjectPart | None,
 ) -> ObjectPlan:
-    layout = lay_out(
-        [
-            Slot(_name(item, strip), item.dtype, item.shape, item.nbytes)
-            for item in (items[index] for index in order)
-        ]
-    )
+    slots: list[Slot] = []
+    for index in order:
+        item = items[index]
+        name = item.path[strip:] or item.path
+        if item.offsets is not None:
+            name = shard_name(name, item.offsets)
+        slots.append(Slot(name, item.dtype, item.shape, item.nbytes))
+    layout = lay_out(slots)
     starts = layout.starts
-    ends = tuple([start + items[index].nbytes for start, index in zip(starts, order, strict=True)])
+    ends = tuple([start + slot.nbytes for start, slot in zip(starts, slots, strict=True)])
     indices, boxes = tuple(order), (None,) * len(order)
     begin, end = 0, layout.size
     if part is not None and part.is_shared:

@@ -20,7 +20,7 @@ from actorsnap.format.manifest import TensorType
 from actorsnap.format.owners import Grid, Layout, MeshCut
 from actorsnap.state import xla_shards
 from actorsnap.state.optim import ModelState, plain_name
-from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, host_address, refusal, tensor_type
+from actorsnap.state.tensors import DTYPE_NAMES, QUANTIZED, plain_address, refusal, tensor_type
 
 _Parameter = torch.nn.Parameter
 
@@ -33,7 +33,7 @@ class LocalPiece(msgspec.Struct, frozen=True, gc=False, eq=False):
 
     Attributes:
         box: In global index space.
-        tensor: Its elements: a detached view of the distributed tensor's memory.
+        tensor: Its elements, in the distributed tensor's memory; requires no gradient.
         holders: Ranks that hold this box with equal values; None if only this rank does.
         is_stored: False if another rank stores the box.
         address: Of the tensor's C-order bytes in CPU memory; 0: unknown.
@@ -75,14 +75,19 @@ class Describer:
     """
 
     def __init__(self) -> None:
-        self._layouts: dict[object, _Described] = {}
+        # By mesh first: torch computes the hash of one in Python code.
+        self._layouts: dict[int, dict[object, _Described]] = {}
+        self._meshes: list[Any] = []  # keeps them, and so their ids
         self._ranks_of = cache(_mesh_ranks)
+        self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
     def describe(self, tensor: torch.Tensor) -> Sharding | str | None:
         """Returns None for tensors that are not distributed.
 
         If a tensor cannot be described, returns reason and remedy, to append to its path.
         """
+        if type(tensor) is self._dtensor and not xla_shards.is_loaded():  # nearly all
+            return self._describe_dtensor(tensor)
         if xla_shards.is_global(tensor):  # torch_xla's class is a DTensor, too
             return _describe_xla_tensor(tensor)
         if _is_dtensor(tensor):
@@ -96,22 +101,33 @@ class Describer:
         cuts = _cuts_of(spec.placements)
         if isinstance(cuts, str):
             return cuts
-        key = (spec.mesh, cuts, getattr(spec, "shard_order", None), tensor.shape)
-        found = self._layouts.get(key)
+        mesh = spec.mesh
+        layouts = self._layouts.get(id(mesh))
+        if layouts is None:
+            self._meshes.append(mesh)
+            layouts = self._layouts[id(mesh)] = {}
+        key = (
+            cuts,
+            getattr(spec, "shard_order", None),
+            spec.shape,
+        )  # tensor.shape takes 4 x as long
+        found = layouts.get(key)
         if found is None:
-            shape = tuple(tensor.shape)
+            shape = tuple(spec.shape)
             try:
-                found = _layout_of(spec, shape, self._ranks_of(spec.mesh))
+                found = _layout_of(spec, shape, self._ranks_of(mesh))
             except ValueError as error:
                 return f"is a DTensor with an unsupported layout: {error}; distribute it again"
-            self._layouts[key] = found
+            layouts[key] = found
         shape, placed, expected, holders, ranks, layout = found
+        dtype = tensor.dtype
         if not placed:
-            return _sharding(tensor, shape, ranks, (), layout)
+            return _sharding(tensor, dtype, shape, ranks, (), layout)
         local = tensor._local_tensor
-        address = host_address(local)
-        if address and local.dtype is tensor.dtype:  # nearly all
-            local = local.detach()
+        address = plain_address(local) if local.is_cpu else 0
+        if address and local.dtype is dtype:  # nearly all
+            if local.requires_grad:
+                local = local.detach()
         else:
             local = _local(tensor)
             why = _local_refusal(local, tensor)
@@ -123,14 +139,14 @@ class Describer:
                 f"local tensor has the shape {tuple(local.shape)} here, not {expected}; make it "
                 "with distribute_tensor(...), or pass shape= and stride= to DTensor.from_local"
             )
-        if local.numel() == 0:
+        if 0 in expected:
             local = local.reshape(shape)
         if len(placed) == 1:
             piece = LocalPiece(placed[0].box, local, holders, True, address)
             pieces: tuple[LocalPiece, ...] = (piece,)
         else:
             pieces = tuple([LocalPiece(p.box, _narrow(local, p.local), holders) for p in placed])
-        return _sharding(tensor, shape, ranks, pieces, layout)
+        return _sharding(tensor, dtype, shape, ranks, pieces, layout)
 
 
 def is_distributed(value: object) -> TypeGuard[torch.Tensor]:
@@ -150,13 +166,13 @@ def _is_sharded_tensor(value: object) -> bool:
 
 def _sharding(
     tensor: torch.Tensor,
+    dtype: torch.dtype,
     shape: tuple[int, ...],
     ranks: Ranks,
     pieces: tuple[LocalPiece, ...],
     layout: Layout | None = None,
     write_back: Callable[[], None] | None = None,
 ) -> Sharding | str:
-    dtype = tensor.dtype
     if dtype in QUANTIZED:
         return f"is a sharded tensor of dtype {dtype}, which cannot be stored"
     # As isinstance, which runs Python code: wrapped tensors have the flag.
@@ -305,7 +321,7 @@ def _describe_sharded_tensor(tensor: Any) -> Sharding | str:
                 )
             pieces.append(LocalPiece(box, local, None))
     ranks = {shard.placement.rank() for shard in metadata.shards_metadata}
-    return _sharding(tensor, shape, tuple(sorted(ranks)), tuple(pieces))
+    return _sharding(tensor, tensor.dtype, shape, tuple(sorted(ranks)), tuple(pieces))
 
 
 def _describe_xla_tensor(tensor: torch.Tensor) -> Sharding | str:
@@ -317,7 +333,9 @@ def _describe_xla_tensor(tensor: torch.Tensor) -> Sharding | str:
             return why
         pieces.append(LocalPiece(box, local, None, is_stored))
     shape = tuple(tensor.shape)
-    return _sharding(tensor, shape, found.ranks, tuple(pieces), write_back=found.write_back)
+    return _sharding(
+        tensor, tensor.dtype, shape, found.ranks, tuple(pieces), write_back=found.write_back
+    )
 
 
 class Replica(msgspec.Struct, frozen=True, gc=False):

@@ -492,24 +492,20 @@ def address_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def host_address(tensor: torch.Tensor) -> int:
-    """See ``plain_address``; 0 if the memory is not the CPU's."""
-    return plain_address(tensor) if tensor.is_cpu else 0
-
-
 def plain_address(tensor: torch.Tensor) -> int:
     """Returns the address of the C-order bytes of a plain tensor, on any device.
 
     Returns 0 for any other tensor: ``refusal`` and ``is_addressable`` must decide then.
     """
     # Called for every leaf, so it calls no function of ours.
+    dtype = tensor.dtype
     if (
         type(tensor) not in PLAIN_TYPES
         or tensor.is_nested
         or tensor.layout is not torch.strided
-        or tensor.dtype in QUANTIZED
+        or dtype in QUANTIZED
         or not tensor.is_contiguous()
-        or tensor.is_conj()
+        or (dtype.is_complex and tensor.is_conj())
         or tensor.is_neg()
     ):
         return 0

@@ -227,7 +227,7 @@ class Forgetful(Describer):
 def taken_slowly(state: State) -> Any:
     with (
         mock.patch.object(capturing, "plain_address", return_value=0),
-        mock.patch.object(distributed, "host_address", return_value=0),
+        mock.patch.object(distributed, "plain_address", return_value=0),
         mock.patch.object(capturing, "Describer", Forgetful),
     ):
         return taken(state)

@@ -26,7 +26,7 @@ from actorsnap.state.tensors import (
     StridedMemory,
     as_bytes,
     empty_tensor,
-    host_address,
+    plain_address,
 )
 from tests.state.stored import round_trip, store
 
@@ -499,15 +499,15 @@ def test_no_address_is_taken_of_a_tensor_without_bytes_in_order() -> None:
         torch.ones(3, 4).T,
         torch.ones(0),
     )
-    assert [host_address(tensor) for tensor in without] == [0] * len(without)
+    assert [plain_address(tensor) for tensor in without] == [0] * len(without)
     seen: list[int] = []
 
     def look(tensor: torch.Tensor) -> torch.Tensor:
-        seen.append(host_address(tensor))
+        seen.append(plain_address(tensor))
         return tensor.sum()
 
     torch.vmap(look)(torch.ones(2, 3))
     torch.func.grad(look)(torch.ones(3))
     assert seen == [0, 0]
     view = torch.arange(6.0)[2:4]
-    assert host_address(view) == view.data_ptr()
+    assert plain_address(view) == view.data_ptr()
