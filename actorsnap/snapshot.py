@@ -61,6 +61,8 @@ async def warm_up(nbytes: int, *, options: Options | None = None) -> None:
 class SnapshotHandle:
     """The part of ``Snapshot`` that the async and the blocking class share."""
 
+    _tree_call = "call .tree()"
+
     def __init__(
         self,
         path: str | os.PathLike[str],
@@ -75,7 +77,7 @@ class SnapshotHandle:
 
     def _repr_html_(self) -> str:
         """Shows in notebooks what earlier calls have read or saved. Reads nothing itself."""
-        return outline.table_of(self._source)
+        return outline.table_of(self._source, self._tree_call)
 
     @property
     def path(self) -> str:
@@ -127,6 +129,7 @@ class Snapshot(SnapshotHandle):
     """
 
     _run = staticmethod(run_async)
+    _tree_call = "await .tree()"
 
     @classmethod
     @async_call

@@ -31,7 +31,7 @@ from actorsnap.runtime.reading import each_manifest
 from actorsnap.runtime.source import Source, Written
 from actorsnap.runtime.texts import count_of, one_line, size_text
 from actorsnap.state.objects import Opaque, Refused, decode_inline
-from actorsnap.state.tree import parent_of
+from actorsnap.state.tree import parent_of, unescape
 
 MAX_VALUE = 60
 """Longest value that is shown whole, in characters."""
@@ -401,26 +401,45 @@ def draw(source: Source, *, depth: int | None, rank: int | None) -> Script[Snaps
     for name, value, least in (("depth", depth, 1), ("rank", rank, 0)):
         if value is not None and (type(value) is not int or value < least):
             raise UsageError(f"{name} must be an int of at least {least}, not {value!r}")
+    contents: dict[str, int] = {}
     with Trees(depth) as trees:
 
         def add(commit: Commit, manifest: RankManifest) -> None:
             if manifest.rank == (rank or 0):  # also of a snapshot that has replaced another one
                 trees.clear()
+                contents.clear()
             trees.add(commit, manifest)
+            _add_sizes(manifest, contents)
 
-        yield from each_manifest(source, add, rank=rank)
+        commit = yield from each_manifest(source, add, rank=rank)
+        if rank is None:
+            source.note(commit, contents=contents)
         return SnapshotTree("".join(trees.lines()).removesuffix("\n"))
 
 
-def table_of(source: Source) -> str:
-    """Returns an HTML table of what earlier calls have read or written; reads nothing."""
+def _add_sizes(manifest: RankManifest, contents: dict[str, int]) -> None:
+    """Adds the bytes of a manifest's entries by top-level key, as in paths."""
+    for entry in manifest.entries:
+        key = entry.path.partition("/")[0].partition("@")[0]
+        nbytes = 0
+        if isinstance(entry, TensorEntry | BytesEntry):
+            nbytes = entry.data.stop - entry.data.start
+        contents[key] = contents.get(key, 0) + nbytes
+
+
+def table_of(source: Source, call: str) -> str:
+    """Returns an HTML table of what earlier calls have read or written; reads nothing.
+
+    Args:
+        call: The call that reads the contents, for the user.
+    """
     commit, nbytes = source.seen
     rows = {"path": source.location.display_url}
     if commit is None and source.written is not None:
         is_packed = source.options.compression is not None
         rows |= _written_rows(source.written, is_packed=is_packed)
     elif commit is None:
-        rows["contents"] = "not read yet: call .tree()"
+        rows["contents"] = f"not read yet: {call}"
     else:
         rows |= {"created": commit.created, "world size": str(commit.world_size)}
         if commit.step is not None:
@@ -429,6 +448,12 @@ def table_of(source: Source) -> str:
             rows["size"] = size_text(nbytes)
         if commit.metadata:
             rows["metadata"] = json.dumps(commit.metadata, ensure_ascii=False)
+        contents = source.seen_contents
+        if contents is None:
+            rows["contents"] = f"not read yet: {call}"
+        else:
+            named = [(str(unescape(key)), size_text(n)) for key, n in sorted(contents.items())]
+            rows["keys"] = ", ".join([f"{key} ({size})" for key, size in named])
     cells = [
         f"<tr><th>{name}</th><td>{html.escape(one_line(text))}</td></tr>"
         for name, text in rows.items()

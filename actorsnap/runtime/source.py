@@ -70,10 +70,12 @@ class _Cache:
 
     Attributes:
         commit, nbytes: As last read, also if no index was.
+        contents: Bytes of all ranks by top-level key, of ``commit``.
     """
 
     commit: Commit | None = None
     nbytes: int | None = None
+    contents: Mapping[str, int] | None = None
     index: tuple[Commit, dict[int, RankManifest]] | None = None
     foreign: OpenForeign | None = None
     views: dict[int, Index] = field(default_factory=dict)
@@ -143,11 +145,22 @@ class Source:
         """The commit object and the size as last read; maybe outdated."""
         return self._cache.commit, self._cache.nbytes
 
-    def note(self, commit: Commit, nbytes: int | None = None) -> None:
-        """Keeps what was read, for ``seen``."""
+    @property
+    def seen_contents(self) -> Mapping[str, int] | None:
+        """Bytes by top-level key, of the commit object in ``seen``; None if they were not read."""
+        return self._cache.contents
+
+    def note(
+        self, commit: Commit, nbytes: int | None = None, contents: Mapping[str, int] | None = None
+    ) -> None:
+        """Keeps what was read, for ``seen`` and ``seen_contents``."""
         cache = self._cache
-        if nbytes is not None or cache.commit != commit:
-            cache.commit, cache.nbytes = commit, nbytes
+        if cache.commit != commit:
+            cache.commit, cache.nbytes, cache.contents = commit, None, None
+        if nbytes is not None:
+            cache.nbytes = nbytes
+        if contents is not None:
+            cache.contents = contents
 
     def below(self, name: str) -> Source:
         """Returns the place of a folder at this one."""

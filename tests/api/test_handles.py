@@ -104,13 +104,18 @@ def test_listed_handles_keep_options(api: Facade, saved: Path) -> None:
 def test_a_notebook_shows_what_was_read_and_reads_nothing(api: Facade, saved: Path) -> None:
     with faulty(lambda inner: FaultyStorage(inner, fail_at=1)):
         url = faulty_url(str(saved))
-        assert "not read yet: call .tree()" in api.Snapshot(url)._repr_html_()
+        call = "call" if api.Snapshot is sync.Snapshot else "await"
+        assert f"not read yet: {call} .tree()" in api.Snapshot(url)._repr_html_()
     snapshot = api.Snapshot(saved)
     assert api.run(snapshot.step) == 9
     shown = snapshot._repr_html_()
     assert "<th>step</th><td>9</td>" in shown
     assert "<th>size</th>" not in shown
     assert "{&quot;&lt;b&gt;&quot;: &quot;é\\n&quot;}" in shown
+    assert f"not read yet: {call} .tree()" in shown
+    api.run(snapshot.tree())
+    assert "<th>keys</th><td>a/b (0 B), model (1.2 KiB)</td>" in snapshot._repr_html_()
+    assert "not read yet" not in snapshot._repr_html_()
     size = api.run(snapshot.nbytes)
     shutil.rmtree(saved)
     assert f"<th>size</th><td>{size / 1024:.1f} KiB</td>" in snapshot._repr_html_()
