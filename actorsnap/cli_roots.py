@@ -164,12 +164,17 @@ def prune(
 def best(
     root: RootArgument,
     metric: Annotated[str, typer.Argument(help="Name of the metric.")],
-    max: Annotated[bool, typer.Option("--max", help="Greatest value, not the least.")] = False,
+    min: Annotated[bool, typer.Option("--min", help="The least value is the best.")] = False,
+    max: Annotated[bool, typer.Option("--max", help="The greatest value is the best.")] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
     """Print the URL of the step with the best value of a metric. Exit code 3 if no step has it."""
     with errors():
+        if min == max:
+            raise UsageError(
+                f"best: pass --min if the least {metric} is the best, or --max if the greatest is"
+            )
         with _opened(root, option) as opened:
             found, infos = run(looking.best(opened, metric, "max" if max else "min"))
         if found is None:

@@ -1031,7 +1031,7 @@ ERRORS: list[tuple[list[str], int, str]] = [
     (["trace", "{}/no"], 2, "UsageError"),
     (["latest", "{}/no"], 3, "NothingFound"),
     (["steps", "{}/no"], 3, "NothingFound"),
-    (["best", "{}/no", "loss"], 3, "NothingFound"),
+    (["best", "{}/no", "loss", "--min"], 3, "NothingFound"),
     (["prune", "{}/no"], 2, "UsageError"),
     (["save-now", "{}/no"], 3, "NothingFound"),
     (["pin", "{}/no", "1", "--reason", "x"], 2, "UsageError"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import replace
 from datetime import timedelta
@@ -16,13 +17,14 @@ import torch
 from msgspec.structs import replace as replace_field
 from typer.testing import CliRunner
 
-from actorsnap import AccessDenied, StateDict, UsageError, cli
+from actorsnap import AccessDenied, StateDict, UsageError, cli, cli_roots
 from actorsnap.cli_policies import parse_policies
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit, encode_commit
 from actorsnap.format.steps import DeleteIntent, StepName, encode_record, intent_key
 from actorsnap.manager import every, keep, looking
 from actorsnap.manager.sync import CheckpointManager
 from actorsnap.planning.keeping import KeepPolicy
+from actorsnap.runtime.deletion import Deleter
 from actorsnap.runtime.roots import Records, Root
 from actorsnap.runtime.source import OpenSource
 from actorsnap.storage.wrapper import Wrapper
@@ -129,7 +131,7 @@ def test_a_pin_beyond_the_calendar(root: Path, monkeypatch: pytest.MonkeyPatch) 
         running.pin(200, "paper", until=timedelta(days=9_999_999))
     (pin,) = json.loads(run("steps", root, "--json").out)[2]["pins"]
     assert pin["until"] > 9_999_999 * 86400
-    assert run("best", root, "loss", "--json").code == 0
+    assert run("best", root, "loss", "--min", "--json").code == 0
     assert run("unpin", root, 200, "--json").code == 0
     ended = run("unpin", root, 200)
     assert ended.code == 2
@@ -269,7 +271,13 @@ def test_damage_is_found_before_it_is_judged(root: Path) -> None:
 @pytest.mark.parametrize(
     "command",
     [
-        *(["steps"], ["latest"], ["best", "loss"], ["prune", "--keep", "last:1"], ["save-now"]),
+        *(
+            ["steps"],
+            ["latest"],
+            ["best", "loss", "--min"],
+            ["prune", "--keep", "last:1"],
+            ["save-now"],
+        ),
         *(["pin", "0", "--reason", "a"], ["unpin", "0"], ["record", "0", "a=1"]),
     ],
 )
@@ -285,7 +293,7 @@ def test_a_file_is_no_root(tmp_path: Path, command: list[str]) -> None:
 
 @pytest.mark.parametrize("command", [["steps"], ["latest"], ["best"], ["prune"], ["verify"]])
 def test_nothing_there(tmp_path: Path, command: list[str]) -> None:
-    more = {"best": ["loss"], "prune": ["--keep", "last:1"], "verify": ["--all"]}
+    more = {"best": ["loss", "--min"], "prune": ["--keep", "last:1"], "verify": ["--all"]}
     ended = run(*command, tmp_path, *more.get(command[0], []))
     assert (ended.code, ended.out) == (3, "")
     assert "error:" in ended.err
@@ -310,9 +318,13 @@ def test_nothing_intact(root: Path) -> None:
 
 
 def test_best(root: Path) -> None:
-    assert run("best", root, "loss").out == f"{root}/{name(100)}\n"
+    for modes in ((), ("--min", "--max")):
+        ended = run("best", root, "loss", *modes)
+        assert (ended.code, ended.out) == (2, "")
+        assert "pass --min if the least loss is the best, or --max" in ended.err
+    assert run("best", root, "loss", "--min").out == f"{root}/{name(100)}\n"
     assert run("best", root, "loss", "--max").out == f"{root}/{name(0)}\n"
-    ended = run("best", root, "accuracy")
+    ended = run("best", root, "accuracy", "--min")
     assert (ended.code, ended.out) == (3, "")
     assert "there are: loss" in ended.err
 
@@ -452,6 +464,74 @@ def test_prune_stops_for_a_later_run(
     assert "another job began to save here" in ended.err
     assert len(names(root)) == 4
     assert not [*root.glob(".manager/deleting/*")]
+
+
+def test_prune_while_a_job_saves(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that appear after the first look are neither listed nor deleted."""
+    measure = cli_roots._measure
+    with manager(root) as running:
+        running.restore_latest()
+        running.maybe_save(400)
+        running.wait()
+
+        def save_meanwhile(*args: Any) -> Any:
+            for step in (500, 600):
+                running.maybe_save(step)
+                running.wait()
+            return measure(*args)
+
+        monkeypatch.setattr(cli_roots, "_measure", save_meanwhile)
+        ended = run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes")
+    assert ended.code == 0
+    assert [row[:2] for row in ended.rows] == [
+        ["deleted", f"{root}/{name(step)}"] for step in (0, 100, 200)
+    ]
+    assert all(row[2] != "0 B" for row in ended.rows)
+    assert names(root) == [name(300), name(400, 2), name(500, 2), name(600, 2)]
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_prune_while_the_job_prunes(
+    root: Path, monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    """The job deletes a step before the shell judges it again, or before it deletes it."""
+    measure, look_again = cli_roots._measure, Deleter._look_again
+
+    def delete() -> None:
+        shutil.rmtree(root / name(0), ignore_errors=True)
+        (root / intent_key(StepName(0, 1))).unlink(missing_ok=True)
+
+    def delete_meanwhile(*args: Any) -> Any:
+        delete()
+        return measure(*args)
+
+    async def look(self: Deleter) -> Records:
+        delete()
+        return await look_again(self)
+
+    if is_late:
+        monkeypatch.setattr(Deleter, "_look_again", look)
+    else:
+        monkeypatch.setattr(cli_roots, "_measure", delete_meanwhile)
+    ended = run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes")
+    assert ended.code == 0
+    assert [row[1] for row in ended.rows] == [f"{root}/{name(100)}", f"{root}/{name(200)}"]
+    assert ended.err.startswith("deleted 2 steps, ")
+    assert ended.err.endswith("1 step was gone already: the job deletes steps, too\n")
+
+
+def test_prune_spares_a_step_pinned_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measure = cli_roots._measure
+
+    def pin_meanwhile(*args: Any) -> Any:
+        assert run("pin", root, 0, "--reason", "paper").code == 0
+        return measure(*args)
+
+    monkeypatch.setattr(cli_roots, "_measure", pin_meanwhile)
+    ended = run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes")
+    assert ended.code == 0
+    assert f"kept {name(0)}: pinned: paper" in ended.err
+    assert names(root) == [name(0), name(300)]
 
 
 def test_a_manager_does_not_count_what_the_shell_began_to_delete(root: Path) -> None:

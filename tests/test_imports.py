@@ -134,7 +134,7 @@ def test_commands_without_tensors_import_no_torch(tmp_path: Path) -> None:
         *(["diff", one, one], ["cp", one, copy], ["rm", "--yes", copy], ["rm", "--garbage", one]),
         *(["ls", str(tmp_path / "empty")], ["rm", "--yes", str(tmp_path / "empty")]),
         *(["steps", root], ["prune", root, "--keep", "last:2", "--yes"], ["latest", root]),
-        *(["latest", "--valid", root], ["best", root, "loss"], ["save-now", root]),
+        *(["latest", "--valid", root], ["best", root, "loss", "--min"], ["save-now", root]),
         *(["pin", root, "2", "--reason", "paper"], ["unpin", root, "2"]),
         ["record", root, "2", "f1=0.5"],
     ]

@@ -597,6 +597,11 @@ def check_json(value: object, where: str) -> None:
             raise UsageError(f"{where:.200}... nests deeper than {_MAX_JSON_DEPTH}")
         if isinstance(value, dict):
             for key, child in value.items():
+                if type(key) is not str:
+                    raise UsageError(
+                        f"the key {key!r} in {where} is of type {type(key).__qualname__}; keys in "
+                        "JSON are text"
+                    )
                 _check_text(key, f"the key {key!r} in {where}")
                 pending.append((child, f"{where}[{key!r}]", depth + 1))
         elif isinstance(value, list | tuple):
@@ -613,7 +618,7 @@ def check_json(value: object, where: str) -> None:
 
 def _check_text(value: object, where: str) -> None:
     if type(value) is not str:
-        raise UsageError(f"{where} is a {type(value).__qualname__}, which JSON lacks")
+        raise UsageError(f"{where} is of type {type(value).__qualname__}, which JSON lacks")
     try:
         value.encode()
     except UnicodeEncodeError as error:

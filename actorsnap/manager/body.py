@@ -100,6 +100,7 @@ class ManagerBody:
         self._is_closed = False
         self._continues_newest = False
         self._superseded: int | None = None
+        self._is_newest = False  # what was restored last
         self._pid = os.getpid()
         self._saving = threading.Lock()
         _unclosed.add(self)
@@ -533,6 +534,7 @@ class ManagerBody:
                 failure = error
                 continue
             place.damaged.pop(name, None)
+            self._is_newest = kind is CallKind.RESTORE_LATEST
             return self._continue_from(place, name, report, skipped)
 
     def finish_keeping(self) -> Script[None]:
@@ -657,6 +659,7 @@ class ManagerBody:
                 self._keeper = Keeper(self.root, *kept)
         self._keeper.generation = self._generation
         self._keeper.restored = self._restored
+        self._keeper.is_newest = self._is_newest
         return self._keeper
 
     def _team(self) -> Team | None:

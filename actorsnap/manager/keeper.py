@@ -226,6 +226,7 @@ class Keeper:
         self._min_valid = min_valid
         self.generation: int | None = None
         self.restored: StepName | None = None
+        self.is_newest = False  # ``restored`` was the newest step
         self.is_superseded = False
         self.verified: int | None = None
         self.num_left = 0
@@ -408,7 +409,21 @@ class Keeper:
         if self._looked_back == generation or generation not in listing.parents:
             return
         self._looked_back = generation
-        if listing.parents[generation] is not None:
+        parent = listing.parents[generation]
+        if parent is not None:
+            later = [
+                str(name.step)
+                for name, commit in commits.items()
+                if isinstance(commit, Commit) and name not in self.damaged
+                if name.generation == parent.generation and name.step > parent.step
+            ]
+            if later and self.is_newest:
+                logger.warning(
+                    "%s: step %s was committed after this run had restored step %d, so it is "
+                    "abandoned: restore_latest() does not find it. Close a manager before you "
+                    "begin the next one",
+                    *(self._root.url, _some_of(later), parent.step),
+                )
             return
         earlier = [
             name

@@ -424,7 +424,8 @@ def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> Stora
     if number == errno.ENOSPC:
         return make(
             StorageFull,
-            f"{reason}: {_describe_free_space(root)}. Delete old snapshots or store elsewhere",
+            f"{reason}: {_describe_free_space(root)}. What a failed save has written is deleted, "
+            "so more may be free now. Delete old snapshots or store elsewhere",
         )
     if number == errno.EDQUOT:
         return make(
@@ -510,4 +511,4 @@ def _describe_free_space(root: str) -> str:
     nbytes = status.f_bavail * status.f_frsize
     if nbytes and status.f_files and not status.f_favail:  # f_files is 0 if not counted
         return "no inodes are free, so no file can be created"
-    return f"{nbytes} bytes are free"
+    return f"{nbytes} bytes were left when it failed"

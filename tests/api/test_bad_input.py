@@ -302,7 +302,8 @@ def test_a_full_disk(zygote: Zygote, tmp_path: Path) -> None:
     for one in failures:
         assert one["error"] == "SnapshotAborted", one
         assert one["cause"] == "StorageFull", one
-        assert "bytes are free. Delete old snapshots or store elsewhere" in one["says"], one
+        assert "bytes were left when it failed. What a failed save" in one["says"], one
+        assert "Delete old snapshots or store elsewhere" in one["says"], one
         assert one["older"] == 1, one
         assert one["left"] == [], one
     # Every object has been the one that did not fit.
@@ -315,8 +316,8 @@ def test_no_inodes(zygote: Zygote, tmp_path: Path) -> None:
     """The bytes that are free would send people looking for other reasons."""
     found = zygote.call("fill_inodes", folder=str(tmp_path)).result()
     assert (found["error"], found["cause"]) == ("SnapshotAborted", "StorageFull")
-    assert "no inodes are free, so no file can be created. Delete old" in found["says"]
-    assert "bytes are free" not in found["says"]
+    assert "no inodes are free, so no file can be created. " in found["says"]
+    assert "bytes were left" not in found["says"]
 
 
 def test_the_reason_comes_first(tmp_path: Path) -> None:

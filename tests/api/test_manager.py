@@ -547,6 +547,24 @@ def test_a_run_that_begins_again(
     assert second.manager.all_steps() == [300, 400]
 
 
+def test_a_manager_that_was_not_closed(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A cell of a notebook that runs again: a save of the earlier manager is in flight."""
+    first = Run(root, keep=keep.all())
+    first.manager.restore_latest()
+    first.train(0)
+    first.manager.wait()
+    second = Run(root)
+    second.manager.restore_latest()
+    first.train(100)
+    first.close()
+    assert not caplog.records
+    second.train(50, 150, 200)
+    second.close()
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert "step 100 was committed after this run had restored step 0" in text
+    assert "Close a manager before you begin the next one" in text
+
+
 def test_metrics_and_best(root: Path) -> None:
     run = Run(root, keep=keep.last(1) | keep.best("loss", "min"), min_valid=1)
     for step, loss in ((0, 3.0), (100, 1.0), (200, 2.0), (300, float("nan"))):

@@ -230,3 +230,13 @@ def test_a_restore_that_finds_nothing_warns(
     Snapshot(tmp_path).restore({"at": StateDict(step=0), "model": linear(0)}, strict=False)
     Snapshot(tmp_path).restore({"state_dict": linear(0)}, strict=False)
     assert not caplog.text
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
+def test_a_conversion_that_cast_does_not_make(tmp_path: Path, dtype: torch.dtype) -> None:
+    Snapshot.take(tmp_path / "s", {"s": StateDict(a=torch.ones(3, dtype=dtype))})
+    for cast in (False, True):
+        with pytest.raises(IncompatibleState) as caught:
+            Snapshot(tmp_path / "s").restore({"s": StateDict(a=torch.ones(3))}, cast=cast)
+        told = "; cast=True converts only floating-point dtypes of tensors"
+        assert (told in caught.value.mismatched[0]) is cast

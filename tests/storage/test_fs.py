@@ -806,7 +806,7 @@ async def test_the_full_disk(root: Path) -> None:
             storage.put("older", views_of(bytes(2 << 20), 4096)),
             storage.put_if_absent("absent", bytes(2 << 20)),
         ):
-            with pytest.raises(StorageFull, match=r"\d+ bytes are free. Delete old") as raised:
+            with pytest.raises(StorageFull, match=r"\d+ bytes were left .* Delete old") as raised:
                 await call
             assert isinstance(raised.value.__cause__, OSError)
         assert await storage.get("older") == b"older"
@@ -912,7 +912,7 @@ def test_a_full_error_is_picklable() -> None:
         (errno.EACCES, AccessDenied, False, "check owner and mode"),
         (errno.EPERM, AccessDenied, False, "check owner and mode"),
         (errno.EROFS, AccessDenied, False, "remount it"),
-        (errno.ENOSPC, StorageFull, False, "bytes are free"),
+        (errno.ENOSPC, StorageFull, False, "bytes were left"),
         (errno.EDQUOT, StorageFull, False, "a quota of bytes or of files is used up"),
         (errno.ENAMETOOLONG, StorageError, False, "at most 255 bytes"),
         (errno.EMFILE, StorageError, True, "ulimit -n"),

@@ -519,6 +519,8 @@ def _add_tensor(
         elif why is not None:
             # Other ranks hold the rest of a distributed tensor.
             if sharding is not None or found.rules.is_kept(path, target, _kind_of(entry)):
+                if found.may_cast and why.startswith("dtype") and not _are_floating(dtype, target):
+                    why = f"{why}; cast=True converts only floating-point dtypes of tensors"
                 found.keep(path, target, why)
                 return
         elif sharding is None and isinstance(target, torch.Tensor) and target.is_meta:
@@ -543,10 +545,19 @@ def _can_cast(
     if dtype is None or not isinstance(target, torch.Tensor) or isinstance(sharding, str):
         return False
     have = target.dtype
-    if have is dtype or not (have.is_floating_point and dtype.is_floating_point):
+    if have is dtype or not _are_floating(dtype, target):
         return False
     twin = msgspec.structs.replace(entry, dtype=DTYPE_NAMES[have])
     return _difference(twin, target, sharding) is None
+
+
+def _are_floating(dtype: torch.dtype | None, target: Target) -> bool:
+    return (
+        dtype is not None
+        and dtype.is_floating_point
+        and isinstance(target, torch.Tensor)
+        and target.dtype.is_floating_point
+    )
 
 
 def _refuse_pickles(pairs: Iterable[Pair]) -> None:
