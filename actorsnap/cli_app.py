@@ -51,7 +51,7 @@ EXIT_CODES = {
     "damaged (except for verify); a newer release or a package is needed. recover: the snapshot is "
     "intact",
     5: "not done, or done only in part. rm: not confirmed, a step is pinned, or attempts were kept "
-    "or left. prune: a later run began meanwhile",
+    "or left. prune: a later run began meanwhile, or time was over",
     70: "a bug, or out of memory; shows a traceback",
     130: "interrupted",
 }

@@ -40,9 +40,9 @@ from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import StepName
 from actorsnap.manager import looking
 from actorsnap.manager.inbox import put_request
-from actorsnap.manager.keeper import Keeper
+from actorsnap.manager.keeper import MAX_PASS_S, Keeper
 from actorsnap.manager.results import StepInfo
-from actorsnap.planning.keeping import KeepPolicy
+from actorsnap.planning.keeping import KeepPolicy, StoredStep
 from actorsnap.planning.marks import Pin
 from actorsnap.runtime import maintenance
 from actorsnap.runtime import verify as verification
@@ -130,35 +130,52 @@ def prune(
             raise UsageError("name what stays, for example --keep last:3")
         policy = parse_policies(keep)
         with _opened(root, option) as opened:
-            infos = {info.name: info for info in run(looking.steps(opened, is_complete=True))}
+            infos = run(looking.steps(opened, is_complete=True))
             _require(infos, root)
             plan = run(_judge(opened, policy, min_valid))
             sizes = run(_measure(opened, plan.doomed))
-            done = run(_judge(opened, policy, min_valid, is_dry=False)) if yes else plan
+            done = plan
+            if yes:
+                # A job may save meanwhile: what was not measured stays.
+                policy = policy | _KeepOthers(frozenset(plan.doomed))
+                done = run(_judge(opened, policy, min_valid, is_dry=False))
+            kept = {} if done is plan else _kept(plan, done)
         if as_json:
             output.print_json(
                 {
                     "dry_run": not yes,
                     "is_superseded": done.is_superseded,
-                    "deleted" if yes else "would_go": [infos[name].url for name in done.doomed],
-                    "failed": {infos[name].url: why for name, why in done.failed.items()},
+                    "deleted" if yes else "would_go": [*map(opened.url_of, done.doomed)],
+                    "kept": {opened.url_of(name): why for name, why in kept.items()},
+                    "left": [*map(opened.url_of, done.left)],
+                    "failed": {opened.url_of(name): why for name, why in done.failed.items()},
                 }
             )
         else:
             what = "deleted" if yes else "would go"
             output.print_columns(
-                [what, infos[name].url, output.size_text(sizes.get(name, 0))]
-                for name in done.doomed
+                [what, opened.url_of(name), output.size_text(sizes[name])] for name in done.doomed
             )
             sys.stdout.flush()
             _summarize(done, sizes, is_dry=not yes)
+        for name, why in kept.items():
+            err.print(f"kept {quote(output.visible(f'{name}: {why}'))}")
         for name, why in done.failed.items():
             err.print(f"[red]not deleted[/] {quote(output.visible(f'{name}: {why}'))}")
         if done.is_superseded:
-            err.print("nothing was deleted: another job began to save here; look again")
+            rest = "the others were not" if done.doomed else "nothing was"
+            err.print(f"{rest} deleted: another job began to save here; look again")
             raise typer.Exit(5)
+        gone = {*plan.doomed}.difference(done.doomed, done.failed, done.left, kept)
+        if gone:
+            number = output.count_of(len(gone), "step was", "steps were")
+            err.print(f"{number} gone already: the job deletes steps, too")
         if done.failed:
             raise typer.Exit(4)
+        if done.left:
+            number = output.count_of(len(done.left), "step is", "steps are")
+            err.print(f"{number} left: {MAX_PASS_S:.0f} s are over; run it again to go on")
+            raise typer.Exit(5)
 
 
 def best(
@@ -404,13 +421,37 @@ class _Outcome:
         verdicts: Whether each judged step stays, with the reasons.
         doomed: Steps that are deleted or, in a dry run, would be.
         failed: Reasons why others were not deleted.
-        is_superseded: A later run began meanwhile, so nothing was deleted.
+        spared: Reasons why others stay, although no policy keeps them.
+        left: Others that the pass had no time to delete.
+        is_superseded: A later run began meanwhile, so the others were not deleted.
     """
 
     verdicts: Mapping[StepName, tuple[bool, Sequence[str]]]
     doomed: Sequence[StepName]
     failed: Mapping[StepName, str]
+    spared: Mapping[StepName, str]
+    left: Sequence[StepName]
     is_superseded: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _KeepOthers(KeepPolicy):
+    """Keeps every step except those that an earlier pass gave up."""
+
+    doomed: frozenset[StepName]
+
+    def judge(self, steps: Sequence[StoredStep]) -> dict[StepName, str]:
+        return {step.name: "new" for step in steps if step.name not in self.doomed}
+
+    def __repr__(self) -> str:  # for the record of a deletion
+        return "what was saved meanwhile"
+
+
+def _kept(plan: _Outcome, done: _Outcome) -> dict[StepName, str]:
+    """Returns the steps of ``plan`` that stay after all, with the reasons."""
+    judged = {name: done.verdicts[name] for name in plan.doomed if name in done.verdicts}
+    kept = {name: ", ".join(reasons) for name, (keeps, reasons) in judged.items() if keeps}
+    return {**kept, **done.spared}
 
 
 def _judge(
@@ -422,13 +463,26 @@ def _judge(
     keeper.generation = listing.newest_generation
     verdicts, result = yield lambda _: keeper.run_pass(None, dry_run=is_dry)
     found = {verdict.name: (verdict.keeps, verdict.reasons) for verdict in verdicts}
-    judged = {verdict.name for verdict in verdicts if not verdict.keeps}
     found |= {name: (True, (f"damaged: {why}",)) for name, why in keeper.damaged.items()}
+
+    async def look(opened: OpenSource) -> dict[StepName, str]:
+        spared = {name: ", ".join(map(str, pins)) for name, pins in result.spared.items()}
+        for name, why in spared.items():
+            # Without a pin, it changed: another process has deleted it, or saved it again.
+            if not why and await root.is_committed(opened, name):
+                spared[name] = "it was saved again meanwhile"
+        return {name: why for name, why in spared.items() if why}
+
+    spared = {}
+    if result.spared and not keeper.is_superseded:
+        spared = yield from root.source.perform("list", look)
     return _Outcome(
         verdicts=found,
         doomed=[name for name in found if name in result.deleted],
         failed={name: describe(error) for name, error in result.failed.items()},
-        is_superseded=keeper.is_superseded or not judged <= {*result.deleted, *result.failed},
+        spared=spared,
+        left=result.left,
+        is_superseded=keeper.is_superseded,
     )
 
 
@@ -512,7 +566,7 @@ def _verdict(
 
 
 def _summarize(done: _Outcome, sizes: Mapping[StepName, int], *, is_dry: bool) -> None:
-    total = output.size_text(sum(sizes.get(name, 0) for name in done.doomed))
+    total = output.size_text(sum(sizes[name] for name in done.doomed))
     number = output.count_of(len(done.doomed), "step", "steps")
     if not is_dry:
         err.print(f"deleted {number}, {total}")
