@@ -108,6 +108,13 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
             f"these files are a part of an actorsnap snapshot, without its {COMMIT_KEY}: open the "
             "folder that they came from, or copy all of it with `actorsnap cp`",
         )
+    checkpoints = {key.rpartition("/")[0]: None for key in keys if key.endswith("/.metadata")}
+    if checkpoints:
+        return (
+            "foreign",
+            "this folder contains checkpoints of torch.distributed.checkpoint (DCP). Open one of "
+            f"them, such as {_some(checkpoints)}",
+        )
     for key in keys:
         if key.endswith(".distcp"):
             return (

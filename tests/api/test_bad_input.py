@@ -507,6 +507,15 @@ def _write_part_of_dcp(path: Path) -> None:
     (path / ".metadata").unlink()
 
 
+def _write_dcp_inside(path: Path) -> None:
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    path.mkdir()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save({"w": torch.ones(3)}, checkpoint_id=path / "dcp", no_dist=True)
+
+
 def _write_orbax(path: Path) -> None:
     path.mkdir()
     (path / "config.json").write_text("{}")
@@ -524,6 +533,7 @@ def _delete(path: Path) -> None:
 
 FOREIGN = [
     (_write_part_of_dcp, r"'__0_0\.distcp' is of .*\.metadata .* is missing: the save did not end"),
+    (_write_dcp_inside, r"contains checkpoints of .*\(DCP\)\. Open one of them, such as dcp"),
     (_write_orbax, r"Orbax checkpoint.*: orbax\.checkpoint reads it"),
     (_write_torch_save, r"'last\.pt', which another program wrote: open the file by its own path"),
 ]
