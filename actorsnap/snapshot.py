@@ -360,7 +360,8 @@ class Snapshot(SnapshotHandle):
             keys: Keys of ``app_state`` to restore. None: all of them.
             rename: Changes the snapshot's paths (``"model/0.weight"``) before they are compared. A
                 dict replaces the longest prefix that ends where a name ends: ``{"state_dict":
-                "model"}`` moves a key, ``{"model/fc1": "model/encoder"}`` a layer, and
+                "model"}`` moves a key, ``{"model/fc1": "model/encoder"}`` a layer, ``{"model/fc1":
+                "encoder"}`` makes a layer a key, ``{"encoder/": "model/fc1."}`` a key a layer, and
                 ``{"model/module.": "model/"}`` drops a wrapper's name. A prefix without a path is
                 an error. A str is a prefix to drop from the names below all keys:
                 ``"_orig_mod."``. A function gets each path, also of containers, and returns the
@@ -376,8 +377,8 @@ class Snapshot(SnapshotHandle):
             UsageError: An argument is invalid, or the ranks make different calls.
             NotASnapshot: There is no committed snapshot. The error describes what the path has.
             IncompatibleState: With ``strict``, leaves are missing, unexpected or mismatched. The
-                error lists all of them. Nothing was changed, unless a module itself refused
-                (``is_untouched``).
+                attributes list all of them, the message up to 20 of each kind. Nothing was changed,
+                unless a module itself refused (``is_untouched``).
             Exception: Any error of a ``load_state_dict``, with a note that names its key and the
                 keys loaded before it. With several ranks, it is the cause of a ``RestoreAborted``.
             RestoreAborted: Another rank failed with an error that this rank cannot raise, was

@@ -999,7 +999,10 @@ def test_bad_usage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("lss", saved).code == 2
     ended = run("ls", "s4://bucket/x")
     assert ended.code == 2
-    assert re.search(r"unknown storage scheme 's4'; known are: .*file, .*fs, .*memory", ended.err)
+    assert re.search(
+        r"unknown storage scheme 's4'; did you mean 's3'\? Known are: .*file, .*fs, .*memory",
+        ended.err,
+    )
     monkeypatch.setenv("ACTORSNAP_VERIFY", "perhaps")
     ended = run("ls", saved)
     assert ended.code == 2

@@ -107,8 +107,9 @@ def load(
     _refuse_pickle_module(pickle_module)
     if weights_only is False:
         raise UsageError(
-            "weights_only=False would execute what the file says: leave it out. To read pickled "
-            "values that you trust, pass options=actorsnap.Options(allow_pickle=True)"
+            "weights_only=False would run code that the file contains, which is refused: leave the "
+            "argument out. To read pickled values that you trust, pass "
+            "options=actorsnap.Options(allow_pickle=True)"
         )
     mover = _mover(map_location)
     snapshot = sync.Snapshot(

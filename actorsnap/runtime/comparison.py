@@ -260,9 +260,13 @@ class _Comparer:
             key = key_of[other.path.partition("/")[0]]
             unshared.setdefault(key, set()).add(other.path)
             if key in in_modules:
+                remedy = "Untie them before the restore"
+                if owner.path.partition("/")[0] == other.path.partition("/")[0]:
+                    left_out = f"lambda path: None if path == {other.path!r} else path"
+                    remedy = f"{remedy}, or read only one: pass rename={left_out}"
                 lines[
                     f"{owner.path}, {other.path}: they share memory in the app state, but not in "
-                    "the snapshot"
+                    f"the snapshot. {remedy}"
                 ] = None
         self.compared.mismatched += lines
         for key, paths in unshared.items():

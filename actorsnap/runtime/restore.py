@@ -248,8 +248,8 @@ def _restore(
     note(Work.LOAD)
     if not strict and not report.is_complete and not compared.num_restored:
         logger.warning(
-            "%s: nothing of it was restored, because nothing fits the app state. Missing: %s. It "
-            "has: %s. See rename=",
+            "%s: nothing was restored, because no leaf of the snapshot fits the app state. "
+            "Missing: %s. The snapshot has: %s. If only the names differ, pass rename=",
             source.location.log_url,
             _few(report.missing),
             _few(report.unexpected) or _few(compared.keys),

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
-from actorsnap.errors import UsageError, printable
+from actorsnap.errors import UsageError, did_you_mean, printable
 from actorsnap.storage.base import Storage, StorageContext, StorageFactory
 from actorsnap.storage.posix import working_folder
 
@@ -216,10 +216,12 @@ def _fsspec_factory(scheme: str) -> StorageFactory:
         if module.has_implementation(scheme):
             factory: StorageFactory = module.open_fsspec
             return factory
+    known = known_schemes()
+    hint = did_you_mean(scheme, known, cutoff=0.5)
     raise UsageError(
-        f"unknown storage scheme {scheme!r}; known are: {', '.join(known_schemes())}. "
-        "pip install 'actorsnap[fsspec]' brings those of fsspec, and other packages bring theirs "
-        f"by an entry point {ENTRY_POINT_GROUP!r}."
+        f"unknown storage scheme {scheme!r}; {f'{hint} Known' if hint else 'known'} are: "
+        f"{', '.join(known)}. pip install 'actorsnap[fsspec]' adds the schemes of fsspec. A "
+        f"package can add a scheme through the entry-point group {ENTRY_POINT_GROUP!r}."
     )
 
 

@@ -113,6 +113,10 @@ def test_a_tied_module_refuses_what_was_saved_untied(tmp_path: Path) -> None:
     assert "m/b.weight" in line
     assert "share memory in the app state, but not in the snapshot" in line
     assert (target.a.weight == 0).all()  # nothing was read
+    remedy = eval(line.partition("pass rename=")[2])
+    assert Snapshot(tmp_path).restore({"m": target}, rename=remedy).is_complete
+    assert target.a.weight is target.b.weight
+    assert len(target.a.weight.unique()) == 1
 
 
 def test_a_tied_module_takes_the_last_one_where_that_is_allowed(tmp_path: Path) -> None:
