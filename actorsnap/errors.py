@@ -387,7 +387,8 @@ class IncompatibleState(ActorSnapError):
             module's own loading code raised.
         is_untouched: Whether nothing was changed. False if only the ``load_state_dict`` of a module
             that adapts its input could detect the mismatch.
-        is_restore: False for ``read_object``, whose ``out`` does not fit.
+        is_restore: False for ``read_object``: its ``out`` does not fit, or ranks stored different
+            values.
     """
 
     missing: Sequence[str] = ()
@@ -404,19 +405,27 @@ class IncompatibleState(ActorSnapError):
 
     def _text(self) -> str:
         what = "the app state does not fit the snapshot"
-        if not self.is_restore:
+        if self._is_contested:
+            what = "the snapshot has several values for a part that is to be read"
+        elif not self.is_restore:
             what = "out does not fit the snapshot"
         lines = [
             f"{what}; "
             f"{'nothing was changed' if self.is_untouched else 'parts of it were overwritten'}. "
-            f"{self._advice()}",
+            f"{self._advice()}".rstrip(),
             *_format_list("missing in the snapshot", self.missing),
             *_format_list("unexpected in the snapshot", self.unexpected),
             *_format_list("mismatched", self.mismatched),
         ]
         return "\n".join(lines)
 
+    @property
+    def _is_contested(self) -> bool:
+        return not self.is_restore and any(map(_CONTESTED.search, self.mismatched))
+
     def _advice(self) -> str:
+        if self._is_contested:
+            return ""
         if not self.is_restore:
             return "Pass an out of the saved dtype and shape, or none."
         advice = ["strict=False restores what matches and reports the rest."]
@@ -428,6 +437,8 @@ class IncompatibleState(ActorSnapError):
 
 
 _DTYPES = re.compile("dtype b?float[0-9a-z_]+ in the snapshot, b?float")
+
+_CONTESTED = re.compile(": ranks stored different values of ")
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -10,7 +10,7 @@ from itertools import accumulate, product
 
 import msgspec
 
-from actorsnap.errors import FormatError
+from actorsnap.errors import FormatError, IncompatibleState
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.compression import FRAME_BYTES
 from actorsnap.format.geometry import Box, c_strides, covers_exactly, extent_bytes
@@ -43,6 +43,7 @@ def plan_boxes(
     itemsize: int,
     block_bytes: Sequence[int],
     disputed: Set[int] = frozenset(),
+    withheld: Sequence[Box] = (),
 ) -> list[BoxRead]:
     """Returns the reads of stored boxes that fill the wanted ones.
 
@@ -52,9 +53,11 @@ def plan_boxes(
         stored: In C order. Disjoint, except for boxes that equal a wanted one.
         block_bytes: Size of checksum blocks, per stored box.
         disputed: Numbers of stored boxes that may fill only an equal wanted box.
+        withheld: See ``Shards``.
 
     Raises:
         FormatError: Wanted elements are in no stored box, or in several.
+        IncompatibleState: Ranks stored different values of wanted elements.
     """
     finder = _Finder(stored)
     # The usual case; if meshes have different tensors under this path, the right box.
@@ -73,20 +76,37 @@ def plan_boxes(
                 found.append(shared)
                 shares.setdefault(index, []).append((number, shared))
         if not covers_exactly(box, found):
-            hole = find_hole(box, found)
-            detail = (
-                "shards overlap"
-                if hole is None
-                else f"no shard has the elements from {hole.offsets} up to {hole.stops}, or "
-                "several ranks stored different ones under this path. Each of those ranks can "
-                "restore its own, with the world size of the save; use separate keys at the next "
-                "take"
-            )
-            raise FormatError(key=path, detail=detail)
+            rivals = [*withheld, *[stored[index] for index in disputed]]
+            raise _no_cover(path, box, found, rivals)
     reads: list[BoxRead] = []
     for index, parts in shares.items():
         reads += _reads_of(index, stored[index], parts, wanted, itemsize, block_bytes[index])
     return reads
+
+
+def _no_cover(
+    path: str, box: Box, found: Sequence[Box], rivals: Sequence[Box]
+) -> FormatError | IncompatibleState:
+    """Returns why ``found`` does not fill ``box``.
+
+    Args:
+        rivals: Disputed boxes. If they fill the rest, nothing is damaged.
+    """
+    hole = find_hole(box, found)
+    if hole is None:
+        return FormatError(key=path, detail="shards overlap")
+    lost = find_hole(box, [*found, *rivals])
+    if lost is not None:
+        detail = f"no shard has the elements from {lost.offsets} up to {lost.stops}"
+        return FormatError(key=path, detail=detail)
+    line = (
+        f"{path}: ranks stored different values of the elements from {hole.offsets} up to "
+        f"{hole.stops}, for example of a layer that tensor parallelism left unsharded and that "
+        "drifted apart. Each rank gets its own values back, on the mesh and number of ranks of "
+        "the save only: restore there, or make the values equal on all ranks before you save. "
+        "Different layers need different names"
+    )
+    return IncompatibleState(mismatched=[line], is_restore=False)
 
 
 class BoxPlan:
@@ -113,7 +133,7 @@ class BoxPlanner:
     def plan(self, path: str, shards: Shards, wanted: tuple[Box, ...], itemsize: int) -> BoxPlan:
         """See ``plan_boxes``."""
         sizes = shards.columns.sizes.tobytes(), shards.columns.counts.tobytes()
-        key = shards.cut, sizes, shards.disputed, wanted, itemsize
+        key = shards.cut, sizes, shards.disputed, shards.withheld, wanted, itemsize
         if key not in self._plans:
             planned = plan_boxes(
                 path,
@@ -122,6 +142,7 @@ class BoxPlanner:
                 itemsize=itemsize,
                 block_bytes=shards.block_bytes,
                 disputed=shards.disputed,
+                withheld=shards.withheld,
             )
             self._plans[key] = BoxPlan(planned)
         return self._plans[key]

@@ -111,14 +111,22 @@ class Shards(Sequence[Shard]):
         cut: The boxes, by number.
         columns: Where they are stored.
         disputed: Numbers of the boxes that may fill only an equal box.
+        withheld: Disputed boxes of other ranks, which are not among the shards.
     """
 
-    __slots__ = ("columns", "cut", "disputed")
+    __slots__ = ("columns", "cut", "disputed", "withheld")
 
-    def __init__(self, cut: TensorCut, columns: Columns, disputed: Collection[int] = ()) -> None:
+    def __init__(
+        self,
+        cut: TensorCut,
+        columns: Columns,
+        disputed: Collection[int] = (),
+        withheld: Iterable[Box] = (),
+    ) -> None:
         self.cut = cut
         self.columns = columns
         self.disputed = frozenset(disputed)
+        self.withheld = tuple(withheld)
 
     @classmethod
     def of(cls, shards: Sequence[Shard]) -> Shards:
@@ -388,6 +396,7 @@ def _join(
         cut_of(usable),
         Columns.of([stored.data(kept[number]) for number in usable]),
         [at for at, number in enumerate(usable) if number in disputed],
+        [stored.cut.boxes[at] for number, at in kept.items() if number in disputed - own],
     )
 
 

@@ -96,14 +96,17 @@ class StoredBytes:
 
     @classmethod
     def of(cls, index: Index, entry: TensorEntry | ShardedEntry) -> StoredBytes:
-        """Raises ``FormatError`` if shards do not make up the tensor."""
+        """Raises ``FormatError`` or ``IncompatibleState`` if shards do not make up the tensor."""
         if isinstance(entry, TensorEntry):
             whole = Box.whole((entry.data.stop - entry.data.start,))
             return cls(index, entry.path, Shards.of([Shard(whole, entry.data)]), whole.sizes)
         itemsize = dtype_itemsize(entry.dtype) or 1
         shards = entry.shards
-        boxes = [Box((*box.offsets, 0), (*box.sizes, itemsize)) for box in shards.cut.boxes]
-        cut = Shards(TensorCut(boxes), shards.columns, shards.disputed)
+        boxes, withheld = (
+            [Box((*box.offsets, 0), (*box.sizes, itemsize)) for box in some]
+            for some in (shards.cut.boxes, shards.withheld)
+        )
+        cut = Shards(TensorCut(boxes), shards.columns, shards.disputed, withheld)
         found = cls(index, entry.path, cut, (*entry.shape, itemsize))
         found._plan([Box.whole(found.shape)])  # raises
         return found
@@ -165,6 +168,7 @@ class StoredBytes:
             itemsize=1,
             block_bytes=self._block_bytes,
             disputed=self.shards.disputed,
+            withheld=self.shards.withheld,
         )
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actorsnap.errors import FormatError
+from actorsnap.errors import FormatError, IncompatibleState
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.format.geometry import Box
 from actorsnap.planning.restore import BoxRead, Range, plan_boxes, plan_reads
@@ -220,8 +221,18 @@ def test_no_part_of_a_disputed_box_is_read() -> None:
         BoxRead(1, 0, 16, (1,), None),
     ]
     for part in ((0, 3), (3, 5), (0, 8)):
-        with pytest.raises(FormatError, match="several ranks stored different ones"):
+        with pytest.raises(IncompatibleState, match="ranks stored different values"):
             planned(box(part))
+    # No rank stored elements 8 and 9 at all: that is damage.
+    with pytest.raises(FormatError, match=r"no shard has .* \(8,\) up to \(10,\)"):
+        planned(box((0, 10)))
+
+
+def test_a_box_that_only_other_ranks_may_have_is_no_hole() -> None:
+    arguments: dict[str, Any] = {"itemsize": 4, "block_bytes": [16]}
+    for withheld, raised in (([box((4, 8))], IncompatibleState), ([], FormatError)):
+        with pytest.raises(raised, match=r"\(4,\) up to \(8,\)"):
+            plan_boxes("m/x", [box((0, 4))], [box((0, 8))], withheld=withheld, **arguments)
 
 
 def test_thousands_of_boxes_of_one_path_are_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:

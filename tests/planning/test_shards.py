@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from actorsnap.errors import FormatError
+from actorsnap.errors import FormatError, IncompatibleState
 from actorsnap.format.checksum import block_bytes_of
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import Stored, TensorEntry
@@ -88,6 +88,7 @@ def test_boxes_that_differ_are_the_owners_alone() -> None:
         disputed = [(0, 0, True)] if is_own else []
         found = [(s.box.offsets[0], s.data.object, s.is_disputed) for s in shards]
         assert found == [*disputed, (2, 0, False), (4, 1, False), (6, 2, False)]
+        assert shards.withheld == (() if is_own else (Box((0, 0), (2, 4)),))
 
 
 def test_what_is_unwanted_is_compared_all_the_same() -> None:
@@ -153,5 +154,5 @@ def test_what_is_cut_and_wanted_alike_is_planned_once() -> None:
         )
         assert found.stored.tolist() == [read.stored for read in found.reads]
         assert found.starts.tolist() == [read.start for read in found.reads]
-    with pytest.raises(FormatError, match="no shard has the elements"):
+    with pytest.raises(IncompatibleState, match="ranks stored different values"):
         planner.plan("disputed", disputed, whole, 4)

@@ -13,6 +13,9 @@ from typing import Any, ParamSpec, TypeVar
 import msgspec
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from actorsnap import Options, SnapshotAborted, StateDict, StorageError
 from actorsnap.interop import xla
@@ -22,6 +25,7 @@ from actorsnap.runtime import bars
 from actorsnap.runtime.team import find_team
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrapper import Wrapper, without_blocking_io
+from actorsnap.sync import Snapshot
 from tests.api.faults import faulty, faulty_url
 from tests.api.managed import Operation, Tally, TallyStorage, fail
 from tests.api.slow_storage import Gate
@@ -394,11 +398,50 @@ def saves(me: Rank, path: str) -> Any:
     return {**said, "steps": trainer.manager.all_steps()}
 
 
+def drifts(me: Rank, path: str) -> Any:
+    """FSDP2 over tensor parallel on four ranks, then FSDP2 alone on two, then four again.
+
+    At the last step, the norm that tensor parallel left unsharded differs between its ranks.
+    """
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "tp"))
+    layers = nn.ModuleDict({"norm": nn.LayerNorm(64), "head": nn.Linear(64, 64)})
+    for layer in layers.values():
+        fully_shard(layer, mesh=mesh["dp"])
+    is_first = not Path(path).exists()
+    dist.barrier()
+    manager = CheckpointManager(path, {"model": layers}, options=OPTIONS, keep=keep.all())
+    norm: Any = layers["norm"].weight
+
+    def fill(value: float) -> None:
+        norm.to_local().detach().fill_(value)
+
+    if is_first:
+        for step, value in ((0, 1.0), (10, 2.0 + mesh.get_local_rank("tp"))):
+            fill(value)
+            manager.save(step)
+        manager.close()
+        return {}
+    fill(-1.0)
+    said = outcome(manager.restore_latest)
+    said |= {"norm": norm.to_local().unique().tolist(), "tp": mesh.get_local_rank("tp")}
+    state = {"model": layers}
+    plan = Snapshot(f"{path}/step-0000000010.g1").plan_restore(state)
+    said["plan"] = list(plan.mismatched)
+    report = Snapshot(f"{path}/step-0000000010.g1").restore(state, strict=False)
+    said["lenient"] = [*report.mismatched]
+    said["left"] = norm.to_local().unique().tolist()
+    said["earlier"] = outcome(lambda: manager.restore(0))["error"]
+    said["now"] = norm.to_local().unique().tolist()
+    manager.close()
+    return said
+
+
 _SCENARIOS: dict[str, Callable[..., Any]] = {
     scenario.__name__: scenario
     for scenario in (
         *(falls_back, finds_none, is_taken, differs, objects, has_trouble, fails_apart),
-        *(is_idle, like_xla, saves, shows_progress, has_tier),
+        *(is_idle, like_xla, saves, shows_progress, has_tier, drifts),
     )
 }
 
@@ -418,6 +461,6 @@ def direct_managers(num_ranks: int, **arguments: Any) -> list[Any]:
         world.end()
 
 
-def direct_resumes_with(sizes: list[int], path: str) -> list[Any]:
+def direct_resumes_with(sizes: list[int], path: str, what: str = "saves") -> list[Any]:
     """Worlds of these sizes, one after the other."""
-    return [direct_managers(size, what="saves", path=path) for size in sizes]
+    return [direct_managers(size, what=what, path=path) for size in sizes]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from actorsnap import IncompatibleState
+from actorsnap.sync import Snapshot
 from tests.ranks.managers import OPTIONS
 from tests.worlds import Director
 
@@ -210,3 +212,30 @@ def test_xlas_calls(director: Director, tmp_path: Path, num_ranks: int) -> None:
 def test_rank_0_shows_progress(director: Director, tmp_path: Path) -> None:
     said = play(director, tmp_path, "shows_progress", 2)
     assert [one["num_shown"] > 0 for one in said] == [True, False]
+
+
+def test_a_layer_that_drifted_apart_is_no_damage(director: Director, tmp_path: Path) -> None:
+    """The snapshot is whole: no older one is restored in its place."""
+    path = str(tmp_path / "run")
+    _, two, four = director.play("direct_resumes_with", sizes=[4, 2, 4], path=path, what="drifts")
+    error, text = same(two, "error", "text")
+    assert error == "IncompatibleState"
+    assert "rank 1: model/norm.weight: ranks stored different values" in text
+    assert "(32,) up to (64,)" in text
+    assert "the mesh and number of ranks of the save" in text
+    assert "older" not in text
+    assert "actorsnap rm" not in text
+    for one in two:
+        assert one["norm"] == [-1.0], "nothing is changed"
+        assert len(one["plan"]) == 1
+        assert "model/norm.weight: ranks stored different values" in one["plan"][0]
+        assert (one["earlier"], one["now"]) == ("", [1.0])
+    # Rank 0 gets back its own part, which is as wide now.
+    assert [one["left"] for one in two] == [[2.0], [-1.0]]
+    assert [len(one["lenient"]) for one in two] == [0, 1]
+    assert same(four, "error") == [""]
+    assert [one["norm"] for one in four] == [[2.0 + one["tp"]] for one in four]
+    found = Snapshot(f"{path}/step-0000000010.g1")
+    assert found.verify("full").ok
+    with pytest.raises(IncompatibleState, match="several values for a part"):
+        found.read_object("model/norm.weight")

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from actorsnap.errors import FormatError
+from actorsnap.errors import IncompatibleState
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit
 from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
@@ -185,7 +185,7 @@ def test_tensors_of_one_name_on_several_meshes(director: Director, tmp_path: Pat
     expected = torch.load(tmp_path / "expected0.pt")
     found = snapshot.get_state_dict_for_key("shared")
     assert torch.equal(found["w.weight"], expected["shared"]["w.weight"])
-    with pytest.raises(FormatError, match="several ranks stored different ones under this path"):
+    with pytest.raises(IncompatibleState, match="ranks stored different values"):
         snapshot.get_state_dict_for_key("own")
 
 

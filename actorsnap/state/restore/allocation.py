@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actorsnap.errors import FormatError
+from actorsnap.errors import FormatError, IncompatibleState
 from actorsnap.format.geometry import Box, c_strides
 from actorsnap.format.manifest import BytesEntry, CompositeEntry, TensorEntry, ViewEntry
 from actorsnap.planning.index import ShardedEntry
@@ -113,16 +113,18 @@ class _Member(msgspec.Struct, frozen=True, gc=False, eq=False):
 def find_memory(match: Match) -> Allocation:
     """Finds memory for all leaves.
 
+    A leaf that ranks stored with different values keeps that of its target, as a mismatch.
+
     Raises:
         FormatError: Shards overlap or do not cover their tensor.
+        IncompatibleState: Ranks stored different values of a leaf without a target.
         MemoryError: Names the leaf.
     """
     memory, planner = Allocation(), BoxPlanner()
+    contested: set[str] = set()
     views: dict[str, list[_Member]] = {}
     for pair in match.pairs:
         entry = pair.entry
-        if pair.sharding is not None and pair.sharding.write_back is not None:
-            memory.write_backs.append(pair.sharding.write_back)
         match entry:
             case TensorEntry() if pair.sharding is None and entry.path not in match.bases:
                 _add_tensor(memory, match, pair, entry)
@@ -132,9 +134,20 @@ def find_memory(match: Match) -> Allocation:
             case TensorEntry() | ViewEntry():
                 _add_view(memory, views, pair, entry)
             case ShardedEntry():
-                _add_boxes(memory, planner, pair, entry, entry.shards, _Content(entry))
+                try:
+                    _add_boxes(memory, planner, pair, entry, entry.shards, _Content(entry))
+                except IncompatibleState as error:
+                    if pair.target is None:
+                        raise
+                    match.mismatched.extend(error.mismatched)
+                    match.values[entry.path] = pair.target
+                    contested.add(entry.path)
+                    continue
             case BytesEntry():
                 _add_buffer(memory, match, pair, entry)
+        if pair.sharding is not None and pair.sharding.write_back is not None:
+            memory.write_backs.append(pair.sharding.write_back)
+    match.pairs[:] = [pair for pair in match.pairs if pair.entry.path not in contested]
     for pair in match.composites:
         _add_parts(memory, match, views, pair)
     for path, members in views.items():
