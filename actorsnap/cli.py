@@ -38,6 +38,7 @@ from actorsnap.cli_calls import (
     options,
     parse_storage_options,
     progress,
+    recover_command,
     run,
 )
 from actorsnap.errors import (
@@ -670,7 +671,7 @@ def _collect(
     may_delete = yes
     if doomed and not yes and sys.stdin.isatty():
         what = output.count_of(len(doomed), "attempt is", "attempts are")
-        err.print(f"{what} complete: {quote(_recover(path))} makes a snapshot of one again.")
+        err.print(f"{what} complete: {quote(recover_command(path))} makes a snapshot of one again.")
         may_delete = is_confirmed("Delete what is complete, too?")
     deletable = complete if may_delete else []
     report = run(maintenance.collect(source, force=force, deletable=deletable))
@@ -681,7 +682,7 @@ def _collect(
         output.write_lines([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
         err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
-    advice = f"{quote(_recover(path))} makes a snapshot of it again; --yes deletes it"
+    advice = f"{quote(recover_command(path))} makes a snapshot of it again; --yes deletes it"
     if report.is_damaged:
         advice = (
             "The snapshot here is damaged. Move the attempt's folder to another path and run "
@@ -690,10 +691,6 @@ def _collect(
     for attempt in report.kept:
         err.print(f"kept {quote(attempt)}: it is complete. {advice}")
     return report
-
-
-def _recover(path: str) -> str:
-    return f"`actorsnap recover {shlex.quote(output.one_line(path))}`"
 
 
 @app.command()

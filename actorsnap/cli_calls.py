@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import sys
 import traceback
 from collections.abc import Iterator
@@ -133,6 +134,11 @@ def _is_of_output(error: OSError) -> bool:
     """Returns whether a write of the commands' modules failed: they only write to stdout."""
     *_, (frame, _) = traceback.walk_tb(error.__traceback__)
     return str(frame.f_globals.get("__name__")).startswith("actorsnap.cli")
+
+
+def recover_command(path: str) -> str:
+    """Returns the command that writes a lost commit object again, for a message."""
+    return f"`actorsnap recover {shlex.quote(output.one_line(path))}`"
 
 
 def print_error(text: str) -> None:

@@ -34,6 +34,8 @@ from actorsnap.state.tree import flatten, unflatten
 if TYPE_CHECKING:
     from actorsnap.runtime.verify import VerifyReport
 
+_UNFINISHED = "no commit object: a save is in progress, did not end, or lost its commit object"
+
 _MAX_ALIGNED = 60
 """Widest cell that moves the next column, in characters."""
 
@@ -232,8 +234,8 @@ def snapshot_json(
     if isinstance(commit, Commit):
         fields = _fields(commit, "created", "world_size", "step", "metadata")
         return {**sized, "state": "committed", **fields}
-    detail = {} if commit is None else {"detail": str(commit)}
-    return {**sized, "state": state_of(commit), **detail}
+    detail = _UNFINISHED if commit is None else str(commit)
+    return {**sized, "state": state_of(commit), "detail": detail}
 
 
 def state_of(commit: FormatError | StorageError | None) -> str:

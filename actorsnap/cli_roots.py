@@ -32,6 +32,7 @@ from actorsnap.cli_calls import (
     parse_storage_options,
     print_error,
     progress,
+    recover_command,
     run,
 )
 from actorsnap.cli_policies import parse_policies, parse_time
@@ -342,7 +343,9 @@ def _parse_metric(text: str) -> tuple[str, float]:
 
 
 def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None) -> None:
-    """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is none."""
+    """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is none, or one
+    lacks only its commit object.
+    """
     failed: dict[str, StorageError] = {}
     found = run(maintenance.find_snapshots(make_source(root, option), failed=failed))
     checked = [_check(root, name, commit, full, option) for name, commit in found.items()]
@@ -366,6 +369,8 @@ def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None
     if not any(each.state == "ok" for each in checked):
         print_error(nothing)  # the JSON is complete
         raise typer.Exit(3)
+    if any(each.state == "complete" for each in checked):
+        raise typer.Exit(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -382,10 +387,11 @@ class _Checked:
 def _check(
     root: str, name: str, commit: Commit | FormatError | None, full: bool, option: list[str] | None
 ) -> _Checked:
-    if commit is None:
-        return _Checked(name, "unfinished")
-    source = make_source(f"{root.rstrip('/')}/{name}", option)
+    path = f"{root.rstrip('/')}/{name}"
+    source = make_source(path, option)
     try:
+        if commit is None:
+            return _check_unfinished(name, path, run(maintenance.find_leftovers(source)))
         with progress(f"verifying {name}") as update:
             report = run(
                 verification.verify(source, level="full", progress=update)
@@ -404,6 +410,14 @@ def _check(
         more = [f"and {len(problems) - 1} more"] if len(problems) > 1 else []
         return _Checked(name, "damaged", [problems[0], *more], problems, checked)
     return _Checked(name, "ok", output.checked_text(report, full=full), checked=checked)
+
+
+def _check_unfinished(name: str, path: str, leftovers: Iterable[maintenance.Leftover]) -> _Checked:
+    """A complete attempt may be a snapshot that lost its commit object."""
+    if not any(leftover.is_complete for leftover in leftovers):
+        return _Checked(name, "unfinished")
+    why = f"only the commit object is missing; {recover_command(path)} writes it again"
+    return _Checked(name, "complete", [why], [why])
 
 
 def _unreadable(name: str, error: StorageError) -> _Checked:

@@ -343,6 +343,22 @@ def test_verify_all(root: Path) -> None:
     assert len(found[1]["problems"]) == 1
 
 
+def test_verify_all_finds_a_lost_commit_object(root: Path) -> None:
+    (root / name(100) / COMMIT_KEY).unlink()
+    ended = run("verify", root, "--all")
+    assert ended.code == 3
+    assert [row[1] for row in ended.rows] == ["ok", "complete", "ok", "ok"]
+    assert f"`actorsnap recover {root / name(100)}`" in ended.rows[1][2]
+    found = json.loads(run("verify", root, "--all", "--json").out)
+    assert (found[1]["state"], len(found[1]["problems"])) == ("complete", 1)
+    listed = json.loads(run("ls", root, "--json").out)
+    assert listed[1]["state"] == "unfinished"
+    assert "no commit object" in listed[1]["detail"]
+    damage(root, name(200))
+    assert run("verify", root, "--all").code == 1
+    assert run("recover", root / name(100)).code == 0
+
+
 def test_verify_as_json(root: Path) -> None:
     damage(root, name(100))
     assert json.loads(run("verify", root / name(0), "--json").out) == {
