@@ -52,6 +52,7 @@ from actorsnap.planning.keeping import (
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.runtime import restore, taking
+from actorsnap.runtime.bars import Output
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import (
     AppState,
@@ -101,6 +102,7 @@ class ManagerBody:
         self._continues_newest = False
         self._superseded: int | None = None
         self._is_newest = False  # what was restored last
+        self._output = Output()
         self._pid = os.getpid()
         self._saving = threading.Lock()
         _unclosed.add(self)
@@ -250,6 +252,7 @@ class ManagerBody:
             store=self._settings.store,
             refusal=refusal,
             progress=self._settings.progress,
+            output=self._output,
             # Ranks that stage at different speeds raise a failure together, in a later call.
             returns_failed=is_async and self._world_size > 1,
         )

@@ -61,13 +61,28 @@ Look: TypeAlias = Callable[[], Sequence[Amount]]
 
 
 class Output:
-    """What the calls of one save draw on, one after another. In a notebook: one output of a cell.
+    """What the calls of a save, or of a manager, draw on, one after another.
 
-    Attributes:
-        handle: Of IPython, once anything is drawn.
+    In a notebook: one output per cell.
     """
 
-    handle: Any = None
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._cell: object = None
+
+    @property
+    def is_drawn(self) -> bool:
+        """Whether the cell that runs now has it. Only in a notebook."""
+        return self._handle is not None and self._cell == _running_cell()
+
+    def draw(self, bundle: dict[str, str]) -> None:
+        """Shows a drawing in the cell that runs now, in place of the earlier one."""
+        if self.is_drawn:
+            self._handle.update(bundle, raw=True)
+        else:
+            self._cell = _running_cell()
+            display = import_module("IPython.display").display
+            self._handle = display(bundle, raw=True, display_id=True)
 
 
 class ByteCount:
@@ -132,7 +147,7 @@ class Display:
         url: Of the snapshot, without secrets; empty for none.
         first_s: Delay of the bars.
         has_lines: Write plain lines on stderr where bars cannot be shown.
-        output: Where an earlier call for the same save has drawn.
+        output: Where an earlier call for the same save, or manager, has drawn.
         has_end: Leave the last state visible. If False, a later call for the same save does.
     """
 
@@ -217,17 +232,13 @@ class Display:
         By display messages: ipykernel sends them from any thread. Those of widgets must come from
         its main thread, which ``actorsnap.sync`` blocks.
         """
-        display = import_module("IPython.display").display
         self._is_stopped.wait(self._first_s)
         output, drawn = self._output, None
         while True:
             is_last = self._is_stopped.is_set()
             amounts = [*self._look()]
-            if output.handle is not None:
-                if amounts != drawn:
-                    output.handle.update(_bundle(amounts, self._name), raw=True)
-            elif not is_last or self._has_end:
-                output.handle = display(_bundle(amounts, self._name), raw=True, display_id=True)
+            if amounts != drawn and (output.is_drawn or not is_last or self._has_end):
+                output.draw(_bundle(amounts, self._name))
             if is_last:
                 return
             drawn = amounts
@@ -302,6 +313,11 @@ def _is_terminal() -> bool:
         return sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     except (AttributeError, ValueError):  # None in a program without streams; closed
         return False
+
+
+def _running_cell() -> object:
+    """Returns the number of the cell that runs now in the kernel."""
+    return getattr(import_module("IPython").get_ipython(), "execution_count", None)
 
 
 def _bundle(amounts: Sequence[Amount], name: str) -> dict[str, str]:

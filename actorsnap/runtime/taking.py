@@ -80,6 +80,7 @@ class TakeCall:
             well: ``Save.finished`` has the error.
         joins_promptly: See ``Team.begin``.
         nonce: See ``Label``.
+        output: Shows the progress of earlier saves, too; None: of this one only.
     """
 
     path: str | os.PathLike[str]
@@ -100,6 +101,7 @@ class TakeCall:
     returns_failed: bool = False
     joins_promptly: bool = False
     nonce: str = ""
+    output: Output | None = None
     begun_s: float = field(default_factory=time.monotonic)
 
 
@@ -110,7 +112,7 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
         save = yield from _prepare(call, is_async, ranks=(global_rank(),))
     else:
         save = yield from _prepare_in_team(call, is_async, team)
-    save.output = Output() if call.progress and save.rank == 0 else None
+    save.output = (call.output or Output()) if call.progress and save.rank == 0 else None
     returns_failed, is_lazy = call.returns_failed, call.stage == "lazy"
     del call
     try:

@@ -340,18 +340,26 @@ def test_a_manager_in_a_notebook(
     outputs: list[list[tuple[str, str]]],
     first_s: float,
 ) -> None:
-    """One output per save, complete in the end, although several calls wait for it."""
+    """One output per cell, in which each save is complete in the end."""
     monkeypatch.setattr(bars, "_FIRST_S", first_s)
     settings: Any = {"save": every.steps(1), "options": OPTIONS, "progress": True}
+    shell: Any = sys.modules["IPython"].get_ipython()
+    shell.execution_count = 1
     with faulty(throttled):
         with CheckpointManager(faulty_url(tmp_path), state(), **settings) as manager:
             manager.maybe_save(0)
             manager.maybe_save(1)
-    assert len(outputs) == 2
-    for step, shown in enumerate(outputs):
-        name = f"step-000000000{step}.g1"
-        size = "4.0 MiB of 4.0 MiB"
-        assert shown[-1][0] == f"{name} staging {size}\n{name} storing {size}"
+            manager.wait()
+            shell.execution_count = 2
+            manager.maybe_save(2)
+    first, second = [[text for text, _ in drawings] for drawings in outputs]
+    size = "4.0 MiB of 4.0 MiB"
+    ends = [
+        f"{name} staging {size}\n{name} storing {size}"
+        for name in [f"step-000000000{step}.g1" for step in range(3)]
+    ]
+    assert ends[0] in first
+    assert (first[-1], second[-1]) == (ends[1], ends[2])
 
 
 def test_a_bad_flag(tmp_path: Path) -> None:
