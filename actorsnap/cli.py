@@ -14,6 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
 
@@ -24,6 +25,7 @@ from rich.markup import escape as quote
 from actorsnap import cli_output as output
 from actorsnap import cli_roots
 from actorsnap.actors.formats import NOT_OURS, format_of
+from actorsnap.actors.snapshot_reader import find_commit
 from actorsnap.cli_app import app as app
 from actorsnap.cli_calls import (
     JsonOption,
@@ -49,7 +51,7 @@ from actorsnap.errors import (
     StorageError,
     UsageError,
 )
-from actorsnap.format.foreign import CONTAINS_SNAPSHOTS
+from actorsnap.format.foreign import CONTAINS_SNAPSHOTS, is_of_snapshot
 from actorsnap.format.layout import MAX_SHARD_BYTES
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -67,9 +69,13 @@ from actorsnap.runtime import verify as verification
 from actorsnap.runtime.copy import CopyEvent, CopyEventKind
 from actorsnap.runtime.location import Location, make_location
 from actorsnap.runtime.roots import find_pins
-from actorsnap.runtime.source import Source
+from actorsnap.runtime.source import OpenSource, Source
 from actorsnap.runtime.treemap import Treemap
 from actorsnap.runtime.verify import VerifyReport
+from actorsnap.storage.registry import folder_and_name
+
+_MAX_LOOKED_AT = 1000
+"""Objects at the place of a copy that are looked at for other files."""
 
 
 class ExportFormat(StrEnum):
@@ -396,8 +402,7 @@ def cp(
     """Copy a snapshot, or continue an interrupted copy. Other formats are converted."""
     with errors(interrupted="interrupted; run the command again to continue"):
         source_there, target = _both_sides(source, to, src_option, dst_option, option)
-        if not overwrite:
-            _refuse_folder(target, to)
+        _refuse_folder(target, to, may_have_files=overwrite)
         with progress("copying") as update:
 
             def show(event: CopyEvent) -> None:
@@ -425,20 +430,54 @@ def cp(
             output.write_lines([f"copied {objects}, {output.size_text(report.copied_bytes)}{kept}"])
 
 
-def _refuse_folder(target: Location, to: str) -> None:
-    """Refuses a folder of snapshots: the copy would be mixed with them."""
+def _refuse_folder(target: Location, to: str, *, may_have_files: bool) -> None:
+    """Refuses a folder of snapshots or other files, and one in a snapshot: the copy would be mixed
+    with them.
+    """
     there = Source(target, options())
     try:
         found = run(maintenance.find_snapshots(there, failed={}))
         names = [name for name, commit in found.items() if isinstance(commit, Commit)]
-        if not names or run(reading.exists(there)):
+        what = "snapshots"
+        if not names and not may_have_files:
+            names, what = run(there.perform("list", _find_other_file)), "other files"
+        if run(there.perform("look", _is_taken)):
             return
+        above = folder_and_name(target.url)
+        if above is not None:
+            parent = Source(replace(target, url=above[0], display_url=above[0]), options())
+            if run(parent.perform("look", _is_taken)):
+                raise UsageError(
+                    f"{to} is in a snapshot, which would contain the copy: choose another place"
+                )
     except (FormatError, StorageError):
         return  # the copy finds out
+    if not names:
+        return
     raise UsageError(
-        f"{to} has snapshots in it, such as {names[0]}: name the copy itself, as in "
-        f"{to.rstrip('/')}/NAME, or pass --overwrite"
+        f"{to} has {what} in it, such as {output.one_line(names[0])}: name the copy itself, as in "
+        f"{to.rstrip('/')}/NAME"
     )
+
+
+async def _find_other_file(opened: OpenSource) -> list[str]:
+    """Returns one of the first objects that no snapshot's writer has stored, if any."""
+    num_seen = 0
+    async for info in opened.storage.list(""):
+        if not is_of_snapshot(info.key):
+            return [info.key]
+        num_seen += 1
+        if num_seen >= _MAX_LOOKED_AT:
+            break
+    return []
+
+
+async def _is_taken(opened: OpenSource) -> bool:
+    """Returns whether there is a commit object, intact or not."""
+    try:
+        return await find_commit(opened.storage) is not None
+    except FormatError:
+        return True
 
 
 @app.command()

@@ -49,8 +49,8 @@ EXIT_CODES = {
     3: "no committed snapshot. verify --all: or one lacks only its commit object. best: no step "
     "has the metric. rm --garbage: no garbage either",
     4: "the storage failed; the output cannot be written; the destination exists; the snapshot is "
-    "damaged (except for verify); a newer release or a package is needed. recover: the snapshot is "
-    "intact",
+    "damaged (except for verify); a newer release or a package is needed. recover: the commit "
+    "object is intact",
     5: "not done, or done only in part. rm: not confirmed, a step is pinned, or attempts were kept "
     "or left. prune: a later run began meanwhile, or time was over",
     70: "a bug, or out of memory; shows a traceback",

@@ -686,6 +686,7 @@ def test_each_side_of_a_copy_has_options(saved: Path, tmp_path: Path) -> None:
     assert dict(_Noting.seen) == {
         str(saved): {"a": "y", "b": "x"},
         str(tmp_path / "copy"): {"a": "x", "b": "z"},
+        str(tmp_path): {"a": "x", "b": "z"},  # the copy must not be in a snapshot
     }
 
 
@@ -903,6 +904,8 @@ def test_recover(saved: Path, tmp_path: Path) -> None:
     ended = run("recover", copied)
     assert (ended.code, ended.out) == (4, "")
     assert "there is nothing to recover" in ended.err
+    assert "verify --full" in ended.err
+    assert "actorsnap rm" in ended.err
 
 
 def test_recover_of_a_damaged_one(saved: Path) -> None:
@@ -966,13 +969,33 @@ def test_a_copy_to_a_folder_of_snapshots(saved: Path, tmp_path: Path) -> None:
     assert (ended.code, ended.out) == (2, "")
     assert ended.err == (
         f"error: {backup} has snapshots in it, such as a: name the copy itself, as in "
-        f"{backup}/NAME, or pass --overwrite\n"
+        f"{backup}/NAME\n"
     )
+    assert run("cp", saved, backup, "--overwrite").code == 2
+    for inside in (backup / "a" / "b", f"{backup}/a/b/"):
+        ended = run("cp", saved, inside)
+        assert (ended.code, ended.out) == (2, "")
+        assert "is in a snapshot" in ended.err
     assert sorted(backup.rglob("*")) == before
-    assert run("cp", saved, backup / "a" / "b").code == 0  # below a snapshot
     assert run("cp", saved, backup / "b").code == 0
     assert run("cp", saved, backup / "b").code == 0  # it is there
-    assert run("cp", saved, backup, "--overwrite").code == 0
+    (backup / "b" / "notes").write_text("mine")
+    assert run("cp", saved, backup / "b").code == 0
+    assert run("cp", saved, backup / "a", "--overwrite").code == 0
+
+
+def test_a_copy_to_a_folder_of_other_files(saved: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "home"
+    folder.mkdir()
+    (folder / "notes").write_text("mine")
+    ended = run("cp", saved, folder)
+    assert (ended.code, ended.out) == (2, "")
+    assert ended.err == (
+        f"error: {folder} has other files in it, such as notes: name the copy itself, as in "
+        f"{folder}/NAME\n"
+    )
+    assert run("cp", saved, folder, "--overwrite").code == 0
+    assert (folder / "notes").read_text() == "mine"
 
 
 def test_ls_of_folders_without_snapshots(saved: Path, tmp_path: Path) -> None:

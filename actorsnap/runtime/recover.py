@@ -246,7 +246,8 @@ class _Recovery:
                 key=COMMIT_KEY,
                 backend=self._storage.url,
                 detail=f"the commit object is intact and names {commit.attempt}: there is nothing "
-                "to recover",
+                "to recover. If `actorsnap verify --full` finds damage, delete the snapshot with "
+                "`actorsnap rm`, and copy a backup to its place with `actorsnap cp`",
             )
 
     async def _choose(self) -> _Candidate:
