@@ -22,7 +22,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, cas
 import anyio
 
 from actorsnap.actors.trace import Progress, ProgressBoard
-from actorsnap.errors import ActorSnapError, UsageError
+from actorsnap.errors import ActorSnapError, UsageError, notes_of
 from actorsnap.log import Log
 from actorsnap.options import may_block_running_loop
 from actorsnap.runtime.host import (
@@ -60,11 +60,11 @@ async def run_async(script: Script[T]) -> T:
             call = host.submit(step(host))
             try:
                 await wait_done(call.future)
-            except asyncio.CancelledError:
+            except asyncio.CancelledError as cancelled:
                 call.cancel()
                 await _outlast_cancellation(call.future)
                 # It may have to wait: the step had succeeded just before it was cancelled.
-                closing = host.submit(host.run_blocking(script.close))
+                closing = host.submit(host.run_blocking(_close, script, cancelled))
                 await _outlast_cancellation(closing.future)
                 closing.future.result()
                 raise
@@ -75,6 +75,16 @@ async def run_async(script: Script[T]) -> T:
                 step = script.send(call.future.result())
     except StopIteration as end:
         return cast("T", end.value)
+
+
+def _close(script: Script[Any], interrupt: BaseException) -> None:
+    """Ends a script whose caller is interrupted; its notes on that go to ``interrupt``."""
+    ending = GeneratorExit()
+    with contextlib.suppress(GeneratorExit, StopIteration):
+        script.throw(ending)
+        script.close()  # raises: it must not go on
+    for note in notes_of(ending):
+        interrupt.add_note(note)
 
 
 def _require_loop() -> None:
@@ -214,12 +224,12 @@ def drive_sync(script: Script[T]) -> T:
             try:
                 call.start()
                 error = call.future.exception()
-            except BaseException:
+            except BaseException as interrupt:
                 call.cancel()
                 try:
                     concurrent.futures.wait([call.future])
                 finally:  # a second Ctrl-C does not wait
-                    script.close()
+                    _close(script, interrupt)
                 raise
             if error is not None:
                 step = script.throw(_unwrap_group(error))

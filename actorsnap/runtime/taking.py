@@ -21,7 +21,7 @@ import anyio
 
 from actorsnap.actors.fence import Fence, Watch
 from actorsnap.actors.trace import Work
-from actorsnap.errors import UsageError
+from actorsnap.errors import UsageError, text_of
 from actorsnap.format.compression import check_available
 from actorsnap.log import Log
 from actorsnap.options import Options, chunk_within
@@ -132,9 +132,24 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
         concurrent.futures.wait([save.finished])
         is_returned = returns_failed and (is_lazy or _has_begun_everywhere(save))
         if not (is_returned and isinstance(error, Exception)):
+            if not isinstance(error, Exception):
+                error.add_note(_ending_of(save))
             raise
         logger.error("%s: %s", save.label, error)
     return save
+
+
+def _ending_of(save: Save) -> str:
+    """Returns how an interrupted save has ended, for the user."""
+    error = save.finished.exception()
+    if error is None:
+        return f"The snapshot {save.url} was committed before the interruption."
+    if getattr(error, "may_be_committed", True):
+        return f"{text_of(error)}. Older snapshots at other paths are intact."
+    return (
+        "The save was aborted. Nothing was committed, what it had written is deleted or garbage, "
+        "and older snapshots are intact."
+    )
 
 
 def _has_begun_everywhere(save: Save) -> bool:

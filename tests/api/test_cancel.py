@@ -219,6 +219,9 @@ async def test_the_interrupt_of_a_notebook(
             signal.signal(signal.SIGINT, before)
     if call == "take":
         assert str(raised.value) == "Snapshot.take() was cancelled"
+        (note,) = raised.value.__notes__
+        assert "Nothing was committed" in note
+        assert "older snapshots are intact" in note
         await assert_whole(tmp_path / "s", 1)
 
 
@@ -558,8 +561,9 @@ def test_ctrl_c_between_two_steps_of_a_call(
             raise interrupt
 
     monkeypatch.setattr(what, "start", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(KeyboardInterrupt) as raised:
         sync.Snapshot.take(url, state(1), options=FAST)
+    assert "Nothing was committed" in raised.value.__notes__[0]
     assert host.Host.get().pending_saves() == []
     assert_idle()
     with pytest.raises(NotASnapshot, match="nothing is there"):
