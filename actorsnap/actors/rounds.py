@@ -26,6 +26,7 @@ from actorsnap.protocol.rounds import (
     Continue,
     Coordinator,
     CoordinatorEvent,
+    CoordinatorState,
     Decide,
     Decision,
     End,
@@ -173,10 +174,17 @@ class CoordinatorActor:
             # itself, right before it commits.
             return Failed(0, self._failure(suspicion, 0))
         if isinstance(message, PeerLost):
-            reason = explain_loss(message.rank, message.silent_s)
-            return Lost(self._failure(reason, message.rank))
+            return Lost(await self._explain_lost(message))
         assert isinstance(message, FromRank | TakenOver), message
         return message
+
+    async def _explain_lost(self, lost: PeerLost) -> Failure:
+        """Names rank 0, not the lost rank, if that may have given rank 0 up."""
+        # While it commits, a lost rank changes nothing, and the committer asks for suspicions.
+        is_committing = self._machine.state is CoordinatorState.COMMITTING
+        if not is_committing and (suspicion := await self._end.suspicion()):
+            return self._failure(suspicion, 0)
+        return self._failure(explain_loss(lost.rank, lost.silent_s), lost.rank)
 
     def _overdue(self) -> Overdue:
         awaited, trouble = self._machine.awaited, self._trouble()

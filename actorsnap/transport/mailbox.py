@@ -209,12 +209,16 @@ class Mailbox:
         self._outbox.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the threads; abandons one that is stuck in the store."""
+        """Waits for the threads; abandons those that still wait for the store."""
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-            if thread.is_alive():
-                logger.warning("%s: %s is stuck in the store", self._keys[self._rank], thread.name)
+        if any(thread.is_alive() for thread in self._threads):
+            logger.warning(
+                "rank %d: the job's store did not answer within %g s, so the connection to it is "
+                "not closed: the store's host, rank 0 or torchrun, is stopped or has ended",
+                *(self._rank, timeout_s),
+            )
 
     def _guard(
         self,

@@ -23,13 +23,14 @@ from actorsnap.actors.object_writers import RankObjects
 from actorsnap.actors.saver import Saver
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.protocol.rounds import Coordinator, Participant
+from actorsnap.runtime.team import find_team
 from actorsnap.sync import Snapshot
 from tests.ranks.assembled import assemble
 from tests.ranks.models import STATES
 from tests.ranks.troubles import outcome
 from tests.worlds import LIMIT_S, Rank, World
 
-__all__ = ["LOST_AFTER_S", "STEPS", "TIMEOUT_S", "Step", "direct_falls"]
+__all__ = ["LOST_AFTER_S", "STEPS", "TIMEOUT_S", "Step", "direct_falls", "direct_given_up"]
 
 LOST_AFTER_S = 3.0
 TIMEOUT_S = 60.0
@@ -192,7 +193,32 @@ def _call(trainer: Trainer, is_save: bool, path: str, number: int) -> dict[str, 
     return {**said, "is_equal": trainer.is_at(number, app)}
 
 
+def _give_up(me: Rank, path: str) -> dict[str, Any]:
+    """Rank 0 is stopped for longer than ``lost_after_s``; the others give it up and end."""
+    me.join_gloo()
+    if me.rank == 0:
+        _trip(Step("save", 0, "manifest"), signal.SIGSTOP)
+    app = {"own": StateDict(x=torch.ones(3))}
+    said = outcome(lambda: Snapshot.take(path, app, options=OPTIONS))
+    if me.rank:
+        # As at the exit of the process.
+        team = find_team(None, None)
+        assert team is not None
+        team.port.close(5.0)
+    return said
+
+
 # Director
+
+
+def direct_given_up(num_ranks: int, path: str) -> list[Any]:
+    world = World(num_ranks, _give_up, path=path)
+    try:
+        others = [rank.result() for rank in world.ranks[1:]]
+        world.ranks[0].kill(signal.SIGCONT)
+        return [world.ranks[0].result(), *others]
+    finally:
+        world.end()
 
 
 def _order(

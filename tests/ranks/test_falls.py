@@ -96,3 +96,16 @@ def test_a_rank_falls(tmp_path: Path, case: tuple[str, int, str]) -> None:
     ]
     assert set(steps) < set(STEPS)
     fall(tmp_path, steps, case)
+
+
+def test_a_coordinator_that_was_given_up_blames_itself(tmp_path: Path) -> None:
+    """The others left in consequence."""
+    with Director("tests.ranks.falls", *MODULES) as director:
+        first, *others = director.play("direct_given_up", num_ranks=3, path=str(tmp_path / "s"))
+    for rank in others:
+        assert rank["error"] == "SnapshotAborted"
+        assert "rank 0, the coordinator, sent nothing for" in rank["text"]
+        assert rank["rank"] == 0
+    assert first["error"] == "SnapshotAborted"
+    assert "rank 0, which coordinates, was stopped for" in first["text"]
+    assert first["rank"] == 0
