@@ -13,7 +13,7 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
@@ -62,6 +62,7 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
+from actorsnap.planning.renaming import function_of
 from actorsnap.runtime import copy as copying
 from actorsnap.runtime import maintenance, reading, tracefile
 from actorsnap.runtime import recover as recovery
@@ -563,6 +564,12 @@ def export(
         list[str] | None,
         typer.Option(metavar="OLD=NEW", help="Replace a prefix of paths. Repeatable."),
     ] = None,
+    leave_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--leave-out", metavar="PATH", help="Leave out a key or path, such as rng. Repeatable."
+        ),
+    ] = None,
     dtype: Annotated[
         str | None, typer.Option(help="hf: dtype for floating-point tensors, such as bfloat16.")
     ] = None,
@@ -583,8 +590,10 @@ def export(
         both = parse_storage_options(option)
         src_options = both | parse_storage_options(src_option, "--src-option")
         snapshot = Snapshot(source, storage_options=src_options, options=options())
+        renames = _renames(rename)
+        left_out = _LeftOut(leave_out, renames) if leave_out else None
         common: dict[str, Any] = {
-            "rename": _renames(rename),
+            "rename": renames if left_out is None else left_out,
             "overwrite": overwrite,
             "storage_options": both | parse_storage_options(dst_option, "--dst-option"),
             "progress": sys.stderr.isatty(),
@@ -599,6 +608,8 @@ def export(
             report = exports.export_torch(snapshot, to, key=key, **common)
         else:
             report = exports.export_dcp(snapshot, to, key=key, **common)
+        for each in left_out.unused if left_out else ():
+            err.print(quote(output.visible(f"--leave-out {each}: the snapshot has no such path")))
         if as_json:
             output.print_json(msgspec.to_builtins(report))
             return
@@ -609,6 +620,26 @@ def export(
             err.print(quote(output.visible(f"{', '.join(others)}: tied to {name}, not written")))
         for path in report.left_out:
             err.print(quote(output.visible(f"left out {path!r}: it is no tensor")))
+
+
+class _LeftOut:
+    """A rename that leaves out some paths of the snapshot, and gives others new names.
+
+    Attributes:
+        unused: Those that match no path.
+    """
+
+    def __init__(self, paths: Sequence[str], renames: Mapping[str, str] | None) -> None:
+        self._paths = [path.strip("/") for path in paths]
+        self._change = function_of(renames or {})
+        self.unused = dict.fromkeys(self._paths)
+
+    def __call__(self, path: str) -> str | None:
+        for each in self._paths:
+            if path == each or path.startswith((f"{each}/", f"{each}.")):
+                self.unused.pop(each, None)
+                return None
+        return self._change(path)
 
 
 def _renames(given: list[str] | None) -> dict[str, str] | None:

@@ -24,7 +24,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from actorsnap import Options, StateDict, cli, cli_app, cli_calls
+from actorsnap import Options, RNGState, StateDict, cli, cli_app, cli_calls
 from actorsnap.errors import ChecksumMismatch, FormatError
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
@@ -1011,6 +1011,24 @@ def test_ls_of_folders_without_snapshots(saved: Path, tmp_path: Path) -> None:
     ended = run("ls", tmp_path / "links")
     assert ended.code == 3
     assert "does not follow symbolic links, such as newest" in ended.err
+
+
+@pytest.mark.parametrize("to", ["torch", "dcp"])
+def test_export_without_generators(tmp_path: Path, to: str) -> None:
+    app_state = {"model": torch.nn.Linear(2, 1), "rng": RNGState()}
+    Snapshot.take(tmp_path / "s", app_state)
+    arguments = ("export", tmp_path / "s", tmp_path / "out", "--to", to)
+    ended = run(*arguments)
+    assert (ended.code, ended.out) == (2, "")
+    assert "--leave-out rng" in ended.err
+    ended = run(*arguments, "--leave-out", "rng", "--rename", "model=net")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith("exported 2 tensors")
+    if to == "torch":
+        loaded = torch.load(tmp_path / "out", weights_only=True)
+        assert [*loaded] == ["net"]
+    ended = run(*arguments, "--overwrite", "--leave-out", "rng", "--leave-out", "rgn")
+    assert (ended.code, ended.err) == (0, "--leave-out rgn: the snapshot has no such path\n")
 
 
 # Usage, terminals, pipes ----------------------------------------------------------------------

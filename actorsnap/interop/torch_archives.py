@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import shlex
 import struct
 import zlib
 from collections import Counter, OrderedDict
@@ -79,8 +80,9 @@ def check_plain(value: object, path: str) -> None:
 
 def not_plain(path: str, what: str) -> UsageError:
     return UsageError(
-        f"{path!r} is a {what}: only dense tensors and plain values are exported. Export another "
-        "key. In Python, a function in rename= can leave it out: return None for it"
+        f"{path!r} is a {what}: only dense tensors and plain values are exported. Leave its key "
+        f"out: on the command line --leave-out {shlex.quote(path.partition('/')[0])}; in Python, "
+        "a function in rename= that returns None for it"
     )
 
 
