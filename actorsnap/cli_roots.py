@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.markup import escape as quote
@@ -43,7 +43,7 @@ from actorsnap.manager import looking
 from actorsnap.manager.inbox import put_request
 from actorsnap.manager.keeper import MAX_PASS_S, Keeper
 from actorsnap.manager.results import StepInfo
-from actorsnap.planning.keeping import KeepPolicy, StoredStep
+from actorsnap.planning.keeping import KeepPolicy, StoredStep, kept_metrics
 from actorsnap.planning.marks import Pin
 from actorsnap.runtime import maintenance
 from actorsnap.runtime import verify as verification
@@ -99,6 +99,8 @@ def steps(
             has_newer = all and policy is None
             infos = run(looking.steps(opened, is_complete=True, has_newer=has_newer))
             _require(infos, root)
+            if policy is not None:
+                _require_metrics(infos, policy)
             verdicts = (
                 {} if policy is None else run(_judge(opened, policy, min_valid or 2)).verdicts
             )
@@ -133,6 +135,7 @@ def prune(
         with _opened(root, option) as opened:
             infos = run(looking.steps(opened, is_complete=True))
             _require(infos, root)
+            _require_metrics(infos, policy)
             plan = run(_judge(opened, policy, min_valid))
             sizes = run(_measure(opened, plan.doomed))
             done = plan
@@ -197,10 +200,7 @@ def best(
             found, infos = run(looking.best(opened, metric, "max" if max else "min"))
         if found is None:
             _require(infos, root)
-            known = looking.metrics_of(infos)
-            raise NothingFound(
-                f"no step has the metric {metric!r}; there are: {', '.join(known) or 'none'}"
-            )
+            _raise_unknown(infos, metric)
         _print_one(found, as_json)
 
 
@@ -540,6 +540,19 @@ def _require(infos: Iterable[object], root: str) -> None:
         raise NothingFound(
             f"{root} has no step that a manager saved; `actorsnap ls` lists other snapshots"
         )
+
+
+def _require_metrics(infos: Sequence[StepInfo], policy: KeepPolicy) -> None:
+    """Raises ``NothingFound`` for a misspelled metric: its policy would keep every step."""
+    known = looking.metrics_of(infos)
+    for metric in kept_metrics(policy):
+        if metric not in known:
+            _raise_unknown(infos, metric)
+
+
+def _raise_unknown(infos: Sequence[StepInfo], metric: str) -> NoReturn:
+    known = ", ".join(looking.metrics_of(infos)) or "none"
+    raise NothingFound(f"no step has the metric {metric!r}; there are: {known}")
 
 
 def _print_one(info: StepInfo, as_json: bool) -> None:

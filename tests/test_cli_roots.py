@@ -405,6 +405,14 @@ def test_prune(root: Path) -> None:
     assert (again.code, again.out) == (0, "")
 
 
+@pytest.mark.parametrize("command", [["steps"], ["prune", "--yes"], ["prune"]])
+def test_a_metric_that_no_step_has(root: Path, command: list[str]) -> None:
+    name, *rest = command
+    ended = run(name, root, *rest, "--keep", "best:los:min", "--keep", "last:1")
+    assert (ended.code, ended.out) == (3, "")
+    assert ended.err == "error: no step has the metric 'los'; there are: loss\n"
+
+
 def test_prune_as_json(root: Path) -> None:
     for more, is_dry in ([], True), (["--yes"], False):
         found = json.loads(run("prune", root, "--keep", "last:1", "--json", *more).out)
