@@ -411,11 +411,13 @@ class Snapshot(SnapshotHandle):
         self,
         app_state: AppState,
         *,
+        strict: bool = True,
         keys: Collection[str] | None = None,
         rename: Rename | None = None,
         cast: bool = False,
         group: Any = None,
         store: Any = None,
+        progress: bool = False,
     ) -> RestorePlan:
         """Reports what a ``restore`` would read and which leaves do not fit. Changes nothing.
 
@@ -423,6 +425,8 @@ class Snapshot(SnapshotHandle):
 
         Args:
             app_state, keys, rename, cast, group, store: See ``restore``.
+            strict, progress: Accepted so that the arguments of a ``restore`` can be passed. They
+                change nothing: a plan reports leaves that do not fit and never raises for them.
 
         Raises:
             UsageError, NotASnapshot, FormatError, StorageError, MemoryError, RestoreAborted: See
@@ -436,8 +440,10 @@ class Snapshot(SnapshotHandle):
         return await self._run(
             restore.plan_restore(
                 *(self._source, app_state),
+                strict=strict,
                 group=group,
                 store=store,
+                progress=progress,
                 selection=restore.Selection(keys=keys, rename=rename, cast=cast),
             )
         )

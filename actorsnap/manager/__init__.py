@@ -388,6 +388,9 @@ class CheckpointManager(ManagerHandle):
     async def all_steps(self) -> list[int]:
         """Returns the steps of the run, in its order. Each rank looks for itself.
 
+        While rank 0 deletes snapshots, also right after the ``with`` block, ranks may get different
+        answers. If all need the same one, broadcast that of rank 0.
+
         Raises:
             StorageError: Listing or reading failed.
         """

@@ -202,6 +202,11 @@ def restore_by(
         raise
     yield partial(end, outcome="restored")
     url, seconds = source.location.log_url, time.monotonic() - begun_s
+    for line in report.kept:
+        logger.info(
+            "snapshot %s rank %d attempt %s: %s. Seed them",
+            *(url, rounds.rank, observation.attempt, line),
+        )
     logger.info(
         "snapshot %s rank %d attempt %s: restored, %s in %.2f s",
         *(url, rounds.rank, observation.attempt, size_text(report.nbytes), seconds),
@@ -270,14 +275,18 @@ def plan_restore(
     *,
     group: Any,
     store: Any,
+    strict: bool = True,
+    progress: bool = False,
     selection: Selection = _EVERYTHING,
 ) -> Script[RestorePlan]:
-    """Runs ``restore`` without reading data; reports the plan."""
+    """Runs ``restore`` without reading data; reports the plan, whether or not everything fits."""
     team = find_team(group, store)
     label = Label(CallKind.PLAN_RESTORE, source.location.canonical)
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode), is_dry_run=True)
 
     def body(rounds: Rounds) -> Script[RestorePlan]:
+        check_flag("strict", strict)
+        check_flag("progress", progress)
         validate_app_state(app_state)
         compared, reads = yield from _compare(
             rounds, source, selection.of(app_state), selection, Observation("restore")

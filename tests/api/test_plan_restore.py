@@ -3,12 +3,13 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from pathlib import Path
 
 import pytest
 import torch
 
-from actorsnap import IncompatibleState, NotASnapshot, Options, RestorePlan, StateDict
+from actorsnap import IncompatibleState, NotASnapshot, Options, RestorePlan, StateDict, UsageError
 from actorsnap.storage.base import Storage
 from actorsnap.testing import FaultyStorage
 from actorsnap.testing.faults import Verb
@@ -77,3 +78,20 @@ def test_it_says_what_does_not_fit(api: Facade, tmp_path: Path) -> None:
     )
     with pytest.raises(NotASnapshot):
         api.run(api.Snapshot(tmp_path / "nowhere").plan_restore(target))
+
+
+@each_facade
+def test_it_takes_the_arguments_of_a_restore(api: Facade, tmp_path: Path) -> None:
+    api.run(api.Snapshot.take(tmp_path, saved(), options=FAST))
+    target = {"model": StateDict(w=torch.zeros(3), b=torch.zeros(10))}
+    snapshot = api.Snapshot(tmp_path)
+    plan, same = signature(snapshot.plan_restore), signature(snapshot.restore)
+    assert {*plan.parameters} == {*same.parameters}
+    found = [
+        api.run(snapshot.plan_restore(target, strict=strict, progress=True))
+        for strict in (True, False)
+    ]
+    assert found[0] == found[1]
+    assert len(found[1].mismatched) == 1
+    with pytest.raises(UsageError, match="strict"):
+        api.run(snapshot.plan_restore(target, strict="no"))
