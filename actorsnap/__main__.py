@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -16,6 +17,10 @@ def main() -> None:
     try:
         _main()
     except KeyboardInterrupt:  # while modules are imported; later the commands catch it
+        sys.stderr.write("interrupted\n")
+        if "--json" in sys.argv:
+            error = {"type": "KeyboardInterrupt", "exit_code": 130, "message": ""}
+            sys.stdout.write(json.dumps({"error": {**error, "notes": [], "fields": {}}}) + "\n")
         sys.exit(130)
 
 

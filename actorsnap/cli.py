@@ -14,6 +14,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from enum import StrEnum
 from typing import Annotated, Any
@@ -44,6 +45,7 @@ from actorsnap.cli_calls import (
     run,
 )
 from actorsnap.errors import (
+    ActorSnapError,
     ChecksumMismatch,
     FormatError,
     NotASnapshot,
@@ -74,6 +76,11 @@ from actorsnap.runtime.source import OpenSource, Source
 from actorsnap.runtime.treemap import Treemap
 from actorsnap.runtime.verify import VerifyReport
 from actorsnap.storage.registry import folder_and_name
+
+_COPY_A_RUN = (
+    "To copy a whole run, stop the job, then copy every object with a tool that copies folders: "
+    'see "Copy a whole run" in docs/howto/copy-and-verify.md'
+)
 
 _MAX_LOOKED_AT = 1000
 """Objects at the place of a copy that are looked at for other files."""
@@ -142,6 +149,17 @@ def _explain(error: NotASnapshot, path: str) -> None:
             links = sorted(entry.name for entry in entries if entry.is_symlink())
         if links:
             error.add_note(f"`actorsnap ls` does not follow symbolic links, such as {links[0]}")
+
+
+@contextmanager
+def _advising(advice: str) -> Iterator[None]:
+    """Adds the advice to the error for a folder of snapshots."""
+    try:
+        yield
+    except NotASnapshot as error:
+        if CONTAINS_SNAPSHOTS in error.detail:
+            error.add_note(advice)
+        raise
 
 
 def _only_one(
@@ -223,6 +241,8 @@ def _write_page(path: str, to: str, as_json: bool, option: list[str] | None) -> 
     _write_file(to, treemap.page(output.overview(path, commit, objects)).encode())
     if as_json:
         output.print_json({"written": to})
+    else:
+        output.write_lines([f"wrote {to}"])
 
 
 @app.command()
@@ -246,7 +266,8 @@ def verify(
         report: VerifyReport
         with progress("verifying") as update:
             level = "full" if full else "quick"
-            report = run(verification.verify(source, level=level, progress=update))
+            with _advising(f"`actorsnap verify --all {shlex.quote(path)}` checks each of them"):
+                report = run(verification.verify(source, level=level, progress=update))
         if as_json:
             problems = [str(problem) for problem in report.problems]
             state = "ok" if report.ok else "damaged"
@@ -412,7 +433,8 @@ def cp(
                     sys.stdout.write(json.dumps(msgspec.to_builtins(event)) + "\n")
                     sys.stdout.flush()
 
-            report = run(copying.copy(source_there, target, overwrite=overwrite, on_event=show))
+            with _advising(_COPY_A_RUN):
+                report = run(copying.copy(source_there, target, overwrite=overwrite, on_event=show))
         if as_json:
             output.write_lines([json.dumps({"kind": "done", **msgspec.to_builtins(report)})])
         elif report.was_there:
@@ -696,10 +718,15 @@ def rm(
             if any(found.kept or found.left for found in collected.values()):
                 raise typer.Exit(5)
             return
-        if not force:
-            for path, source in sources.items():
-                _refuse_pinned(source, path)
-        what = [_what_to_delete(source, path) for path, source in sources.items()]
+        try:
+            if not force:
+                for path, source in sources.items():
+                    _refuse_pinned(source, path)
+            what = [_what_to_delete(source, path) for path, source in sources.items()]
+        except (ActorSnapError, Pinned) as error:
+            if len(sources) > 1:
+                error.add_note("nothing was deleted")
+            raise
         if not yes:
             question = f"Delete {what[0]}?"
             if len(what) > 1:
@@ -746,7 +773,8 @@ def _collect(
     deletable = complete if may_delete else []
     report = run(maintenance.collect(source, force=force, deletable=deletable))
     if not report.deleted and not report.kept and not report.left:
-        run(reading.load_commit(source))  # raises if empty
+        with _advising("rm --garbage takes the snapshots' paths, one or several"):
+            run(reading.load_commit(source))  # raises if empty
     objects = output.count_of(len(report.deleted), "object", "objects")
     if not as_json:
         output.write_lines([f"deleted {objects} of unfinished attempts"])
@@ -834,6 +862,8 @@ def trace(
         if html is not None or merged is not None:
             if as_json:
                 output.print_json({name: path for name, path in written.items() if path})
+            else:
+                output.write_lines([f"wrote {path}" for path in written.values() if path])
         elif as_json:
             output.print_json(msgspec.to_builtins(summaries))
         else:

@@ -97,7 +97,7 @@ def run(script: Script[T]) -> T:
 
 
 @contextmanager
-def errors(damaged: int = 4, *, interrupted: str = "") -> Iterator[None]:
+def errors(damaged: int = 4, *, interrupted: str = "interrupted") -> Iterator[None]:
     """Turns errors into a line and an exit code, and keeps them as its cause.
 
     Args:
@@ -108,7 +108,7 @@ def errors(damaged: int = 4, *, interrupted: str = "") -> Iterator[None]:
         yield
         sys.stdout.flush()
     except (NothingFound, NotConfirmed, Pinned) as error:
-        print_error(str(error))
+        print_error("\n".join([str(error), *getattr(error, "__notes__", ())]))
         raise typer.Exit(3 if isinstance(error, NothingFound) else 5) from error
     except ActorSnapError as error:
         text = output.visible("\n".join([str(error), *getattr(error, "__notes__", ())]))
@@ -117,8 +117,7 @@ def errors(damaged: int = 4, *, interrupted: str = "") -> Iterator[None]:
         print_error(text)
         raise typer.Exit(_exit_code(error, damaged)) from error
     except KeyboardInterrupt as error:
-        if interrupted:
-            err.print(interrupted)
+        err.print(interrupted)
         raise typer.Exit(130) from error
     except (typer.Exit, typer.Abort):
         raise

@@ -8,6 +8,7 @@ the newest generation that exists, as its manager does: intents, then a second l
 from __future__ import annotations
 
 import math
+import os
 import re
 import sys
 import time
@@ -52,6 +53,7 @@ from actorsnap.runtime.location import make_location
 from actorsnap.runtime.roots import Root
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource
 from actorsnap.storage.base import for_each
+from actorsnap.storage.registry import canonical
 
 _POLICY_HELP = (
     "Steps to keep. Repeatable. all, last:N, best:METRIC:min|max[:N], every:STEPS, "
@@ -223,6 +225,7 @@ def latest(
                 looking.latest_valid(opened, level) if valid or full else looking.latest(opened)
             )
         if found is None:
+            _require_folder(root)
             what = "intact " if valid or full else ""
             raise NothingFound(f"{opened.url} has no {what}step that a manager saved")
         _print_one(found, as_json)
@@ -352,6 +355,7 @@ def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None
     checked += [_unreadable(name, error) for name, error in sorted(failed.items())]
     nothing = f"{root} has no committed snapshot"
     if not checked:
+        _require_folder(root)
         raise NothingFound(nothing)
     if as_json:
         output.print_json(
@@ -537,9 +541,17 @@ def _close(root: Root) -> Script[None]:
 
 def _require(infos: Iterable[object], root: str) -> None:
     if not any(True for _ in infos):
+        _require_folder(root)
         raise NothingFound(
             f"{root} has no step that a manager saved; `actorsnap ls` lists other snapshots"
         )
+
+
+def _require_folder(root: str) -> None:
+    """Raises ``NothingFound`` if a local root does not exist: its name may be misspelled."""
+    folder = canonical(root)
+    if folder.startswith("/") and not os.path.lexists(folder):
+        raise NothingFound(f"{root} does not exist: check the path")
 
 
 def _require_metrics(infos: Sequence[StepInfo], policy: KeepPolicy) -> None:

@@ -734,6 +734,7 @@ def test_rm_of_several(saved: Path, tmp_path: Path, unfinished: Path) -> None:
     other = Path(shutil.copytree(saved, tmp_path / "other"))
     ended = run("rm", "-y", saved, unfinished, other)
     assert (ended.code, ended.out) == (3, "")
+    assert ended.err.endswith("\nnothing was deleted\n")
     ended = run("rm", saved, other, answer="n\n")
     assert ended.code == 5
     assert ended.err.count("Delete") == 1
@@ -1031,6 +1032,20 @@ def test_export_without_generators(tmp_path: Path, to: str) -> None:
     assert (ended.code, ended.err) == (0, "--leave-out rgn: the snapshot has no such path\n")
 
 
+def test_commands_for_a_folder_of_snapshots(saved: Path, tmp_path: Path) -> None:
+    ended = run("verify", tmp_path)
+    assert (ended.code, ended.out) == (3, "")
+    assert f"`actorsnap verify --all {tmp_path}`" in ended.err
+    ended = run("rm", "--garbage", tmp_path)
+    assert ended.code == 3
+    assert "takes the snapshots' paths" in ended.err
+    ended = run("cp", tmp_path, tmp_path / "copy")
+    assert ended.code == 3
+    assert "Copy a whole run" in ended.err
+    ended = run("inspect", saved, "--html", tmp_path / "page.html")
+    assert (ended.code, ended.out) == (0, f"wrote {tmp_path}/page.html\n")
+
+
 # Usage, terminals, pipes ----------------------------------------------------------------------
 
 
@@ -1066,9 +1081,9 @@ ERRORS: list[tuple[list[str], int, str]] = [
     (["verify", "--all", "{}/no"], 3, "NothingFound"),
     (["diff", "{}", "{}/no"], 3, "NotASnapshot"),
     (["cat", "{}", "model/no"], 2, "UsageError"),
-    (["cp", "{}/no", "{}/to"], 3, "NotASnapshot"),
-    (["convert", "{}/no", "{}/to"], 3, "NotASnapshot"),
-    (["export", "{}/no", "{}/to", "--to", "hf"], 3, "NotASnapshot"),
+    (["cp", "{}/no", "{}-to"], 3, "NotASnapshot"),
+    (["convert", "{}/no", "{}-to"], 3, "NotASnapshot"),
+    (["export", "{}/no", "{}-to", "--to", "hf"], 3, "NotASnapshot"),
     (["recover", "{}"], 4, "ObjectExists"),
     (["rm", "{}/no"], 3, "NotASnapshot"),
     (["rm", "{}"], 5, "NotConfirmed"),
@@ -1224,7 +1239,8 @@ def test_an_interrupt(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli_calls, "run_sync", interrupt)
-    assert run("verify", saved).code == 130
+    ended = run("verify", saved)
+    assert (ended.code, ended.err) == (130, "interrupted\n")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
@@ -1321,7 +1337,14 @@ def test_an_interrupt_of_imports() -> None:
     ended = subprocess.run(
         forker.command("-c", INTERRUPTED), env=ENVIRONMENT, capture_output=True, check=False
     )
-    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"interrupted\n")
+    ended = subprocess.run(
+        forker.command("-c", INTERRUPTED.replace('"nothing"', '"nothing", "--json"')),
+        env=ENVIRONMENT,
+        capture_output=True,
+        check=False,
+    )
+    assert json.loads(ended.stdout)["error"]["type"] == "KeyboardInterrupt"
 
 
 def test_an_interrupted_copy(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -300,6 +300,14 @@ def test_nothing_there(tmp_path: Path, command: list[str]) -> None:
     assert "error:" in ended.err
 
 
+@pytest.mark.parametrize("command", [["steps"], ["latest"], ["best"], ["prune"], ["verify"]])
+def test_a_misspelled_root(tmp_path: Path, command: list[str]) -> None:
+    more = {"best": ["loss", "--min"], "prune": ["--keep", "last:1"], "verify": ["--all"]}
+    ended = run(*command, tmp_path / "rnu", *more.get(command[0], []))
+    assert (ended.code, ended.out) == (3, "")
+    assert ended.err == f"error: {tmp_path}/rnu does not exist: check the path\n"
+
+
 # latest, best, verify -------------------------------------------------------------------------
 
 

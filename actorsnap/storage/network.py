@@ -43,6 +43,9 @@ _CLEANUP = frozenset({"abort", "aclose"})
 _MAX_COUNT = 1_000_000
 _MAX_TIMEOUT_S = 24 * 3600
 
+_REPEAT_S = 15.0
+"""Time between two warnings of a call that is retried."""
+
 
 class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of all services. Times are in seconds.
@@ -379,7 +382,10 @@ class RetryStorage(Wrapper):
                 error.add_note(f"given up after {failures.count} tries in {elapsed_s:.1f} s")
             raise error
         # Two failures may take minutes, and the caller should learn the reason.
-        level = logging.WARNING if failures.count == 2 else logging.INFO
+        is_due = failures.warned_s is None or now_s - failures.warned_s >= _REPEAT_S
+        level = logging.WARNING if failures.count >= 2 and is_due else logging.INFO
+        if level == logging.WARNING:
+            failures.warned_s = now_s
         where = {"stage": error.op, "key": error.key}
         logger.log(level, "%s; trying again in %.1f s", error, delay_s, extra=where)
         if self._on_retry is not None:
@@ -393,3 +399,4 @@ class _Failures:
 
     count: int = 0
     first_s: float = 0.0
+    warned_s: float | None = None

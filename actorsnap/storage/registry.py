@@ -173,14 +173,14 @@ def check_url(url: object) -> str:
         raise UsageError("a URL or a path must not be empty or contain NUL")
     if _HOME.match(text):
         raise UsageError(
-            f"{text!r} begins with ~, which only shells expand: pass "
-            "os.path.expanduser(path), or an absolute path if there is a folder of that name"
+            f"{text!r} begins with ~, which only shells expand, and not in quotes: pass an "
+            "absolute path (in Python: os.path.expanduser(path))"
         )
     if _COLLAPSED_SCHEME.match(text):
         raise UsageError(
             f"{text!r} looks like a URL that lost a slash: local ones have three (file:///path), "
-            "others two, and pathlib joins them, so pass a str; or an absolute path if there is "
-            "a folder of that name"
+            "others two (in Python, pass a str: pathlib joins them). For a folder of that name, "
+            "pass an absolute path"
         )
     return text
 

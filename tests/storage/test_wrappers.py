@@ -289,6 +289,24 @@ async def test_the_second_retry_of_a_call_is_a_warning(
     assert levels == ["INFO", "WARNING", "INFO"]
 
 
+@bounded(10)
+async def test_the_warning_is_repeated_now_and_then(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    now_s = itertools.count(0.0, 6.0)
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=1, is_lasting=True, error=BUSY)
+    storage = RetryStorage(
+        faulty,
+        policy=RetryPolicy(max_attempts=10, first_delay_s=1.0, max_delay_s=3.0),
+        uniform=lambda: 0.0,
+        sleep=Sleeps(),
+        clock=lambda: next(now_s),
+    )
+    with caplog.at_level(logging.WARNING, "actorsnap"), pytest.raises(Throttled):
+        await storage.get("key")
+    assert sum("trying again" in record.getMessage() for record in caplog.records) == 3
+
+
 def test_the_defaults_outlast_a_minute_however_the_jitter_falls() -> None:
     policy = RetryPolicy()
     elapsed_s, num_failures = 0.0, 1
