@@ -44,15 +44,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
-from actorsnap import (
-    ModelState,
-    NotASnapshot,
-    Options,
-    PendingSnapshot,
-    Snapshot,
-    StateDict,
-    Stateful,
-)
+from actorsnap import ModelState, Options, PendingSnapshot, StateDict, Stateful
+from actorsnap.manager import CheckpointManager, every, keep
 
 # Small chunks, one at a time: a snapshot of tens of MiB then passes through enough states to be
 # killed in. A real run keeps the defaults.
@@ -177,9 +170,9 @@ class Training:
 # -- one run: what each rank does ----------------------------------------------------------------
 
 
-def snapshot_paths(folder: Path) -> list[Path]:
-    """What looks like a snapshot in ``folder``, newest first."""
-    return sorted(folder.glob("step-*"), reverse=True)
+def name_of(step: int) -> str:
+    """The name of a snapshot in the log."""
+    return f"step-{step:05d}"
 
 
 class Log:
@@ -202,9 +195,18 @@ class Run:
         folder.mkdir(parents=True, exist_ok=True)
         self.who = who
         self.size = size
-        self.folder = folder
         self.kill = kill
         self.training = Training()
+        # Every rank makes the same. The step counter is the same on all of them; of the rest
+        # actorsnap knows which rank holds what.
+        self.manager = CheckpointManager(
+            folder,
+            self.training.app_state,
+            save=every.steps(size.snapshot_every),
+            keep=keep.all(),
+            replicated=["progress/**"],
+            options=OPTIONS,
+        )
         self.log = Log(folder / "log.jsonl")
 
     def say(self, text: str) -> None:
@@ -213,44 +215,34 @@ class Run:
 
     async def resume(self) -> None:
         """Restores the newest committed snapshot, if there is one."""
-        for path in snapshot_paths(self.folder):
-            begin = time.perf_counter()
-            try:
-                await Snapshot(path).restore(self.training.app_state)
-            except NotASnapshot as error:
-                self.say(f"{path.name} is passed over, it is {error.found}")
-                continue
-            elapsed = time.perf_counter() - begin
-            self.say(f"{path.name} is committed: restored in {elapsed * 1e3:.0f} ms")
-            self.log.write(path.name, self.training.fingerprint())
+        begin = time.perf_counter()
+        found = await self.manager.restore_latest()
+        if found is None:
             return
+        elapsed = time.perf_counter() - begin
+        for info in await self.manager.steps(all=True):
+            if info.step > found.step:
+                self.say(f"{name_of(info.step)} is passed over, it is {info.state}")
+        name = name_of(found.step)
+        self.say(f"{name} is committed: restored in {elapsed * 1e3:.0f} ms")
+        self.log.write(name, self.training.fingerprint())
 
     async def train(self) -> None:
         training, size = self.training, self.size
         self.say(f"{dist.get_world_size()} rank(s), step {training.progress['step'] + 1}")
-        pending: PendingSnapshot | None = None
         while training.progress["step"] < size.steps:
             loss = training.step()
             step = training.progress["step"]
             self.log.write(str(step), loss)
-            if step % size.snapshot_every != 0:
-                continue
-            if pending is not None:
-                await pending.wait()
-            path = self.folder / f"step-{step:05d}"
-            self.log.write(path.name, training.fingerprint())
             begin = time.perf_counter()
-            # Every rank calls this. The step counter is the same on all of them; of the rest
-            # actorsnap knows which rank holds what.
-            pending = await Snapshot.async_take(
-                path, training.app_state, replicated=["progress/**"], options=OPTIONS
-            )
+            decision = await self.manager.maybe_save(step)
+            if not decision:
+                continue
             blocked = time.perf_counter() - begin
             self.say(f"step {step:>3}, loss {loss:.4f}; staged in {blocked * 1e3:.0f} ms")
             if self.kill and step >= size.kill_at:
-                await self.kill_one(pending)
-        if pending is not None:
-            await pending.wait()
+                await self.kill_one(decision.pending)
+            self.log.write(name_of(step), training.fingerprint())
 
     async def kill_one(self, pending: PendingSnapshot) -> None:
         """Sends the last rank SIGKILL when part of the snapshot is stored, and not before."""
@@ -268,8 +260,9 @@ async def run(who: str, size: Size, folder: Path, *, kill: bool) -> None:
     dist.init_process_group("gloo")
     try:
         one = Run(who, size, folder, kill=kill)
-        await one.resume()
-        await one.train()
+        async with one.manager:
+            await one.resume()
+            await one.train()
     finally:
         dist.destroy_process_group()
 
