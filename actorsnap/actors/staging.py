@@ -26,9 +26,12 @@ as such: more would only use memory.
 """
 
 _TURN_BYTES = 128 << 20
-"""Least size of the chunks that a thread copies from devices at once. One of 16 MiB takes 0.3 ms on
-the bus: threads and the event loop would hand the GIL to each other for longer.
+"""Size of the chunks that a thread copies at once. For each alone, threads and the event loop would
+hand the GIL to each other for longer than the copy takes on a bus, and for a tenth of it in memory.
 """
+
+_MIN_TURNS = 4
+"""Least turns of a thread that copies host memory, so that all of them end together."""
 
 _DEVICE_COPIERS = 2
 """Threads that copy from devices: one begins its copies while those of the other are made."""
@@ -41,7 +44,7 @@ class StagingActor:
     Args:
         copies: Copy every chunk, so that the trainer may overwrite its tensors once ``run`` has
             returned. False: only chunks that cannot be read in place.
-        num_copiers: Chunks that are copied, or wait for a thread, at once.
+        num_copiers: Threads that copy at once.
         fence: Chooses the next chunk, and is notified of each copied one. None: the order of
             storing applies.
     """
@@ -58,7 +61,7 @@ class StagingActor:
     _order: StagingOrder = field(init=False)
     _room: anyio.Semaphore = field(init=False)
     _sources: Sequence[Sequence[ByteSource]] = field(default=(), init=False)
-    _has_turns: bool = field(default=False, init=False)
+    _turn_bytes: int = field(default=0, init=False)
     _largest_bytes: int = field(default=0, init=False)
 
     def prepare(self, assignment: Assignment) -> None:
@@ -77,10 +80,14 @@ class StagingActor:
         self._room = anyio.Semaphore(max(2, _MAX_COPIED_BYTES // max(1, largest)))
         chunks = iter(order.chunks)
         fence = self.fence
-        self._has_turns = self.copies and fence is None and _is_on_devices(self.leaves)
         num_copiers = self.num_copiers
-        if self._has_turns:
-            num_copiers = min(num_copiers, _DEVICE_COPIERS)
+        if self.copies and fence is None:
+            if _is_on_devices(self.leaves):
+                num_copiers = min(num_copiers, _DEVICE_COPIERS)
+                self._turn_bytes = _TURN_BYTES
+            else:
+                nbytes = sum([chunk.stop - chunk.start for chunk in order.chunks])
+                self._turn_bytes = min(_TURN_BYTES, nbytes // (_MIN_TURNS * num_copiers))
         try:
             self._sources = [_sources_of(plan, self.leaves) for plan in order.objects]
             if fence is not None:
@@ -129,7 +136,7 @@ class StagingActor:
         self.recorder.sample("leased bytes", lambda: self.budget.leased_bytes)
 
     async def _stage(self, chunk: Chunk, chunks: Iterator[Chunk], row: Row) -> list[StagedChunk]:
-        """Stages a chunk, and more of ``chunks`` if devices copy them."""
+        """Stages a chunk, and as many of ``chunks`` as make up a turn."""
         taken: Chunk | None = chunk
         staged: list[StagedChunk] = []
         gatherings: list[Gathering] = []
@@ -141,8 +148,9 @@ class StagingActor:
                 if gathering is not None:
                     gatherings.append(gathering)
                 nbytes += taken.stop - taken.start
-                has_room = nbytes < _TURN_BYTES and not self.budget.would_wait(self._largest_bytes)
-                taken = next(chunks, None) if self._has_turns and has_room else None
+                has_time = nbytes < self._turn_bytes
+                has_room = has_time and not self.budget.would_wait(self._largest_bytes)
+                taken = next(chunks, None) if has_room else None
             if gatherings:
                 row.note(Wait.MEMORY)
                 key = self._order.objects[chunk.object].key

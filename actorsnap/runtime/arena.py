@@ -183,10 +183,12 @@ class Arena:
             _populate(block.view(block.size))  # pinning fresh pages takes twice as long
             pinner.pin(block.address, block.size)
         except OSError as error:
-            self._pins = False
-            logger.warning(
-                "staging memory is not pinned: copies from devices are slower: %s", error
-            )
+            with self._lock:
+                is_first, self._pins = self._pins, False
+            if is_first:
+                logger.warning(
+                    "staging memory is not pinned: copies from devices are slower: %s", error
+                )
             return
         block.pinner = pinner
         with self._lock:

@@ -428,8 +428,7 @@ class RemoteEngine:
             copies=True,
             budget=self._host.resources.budget,
             run_blocking=self._host.run_blocking,
-            # A waiting chunk per thread keeps threads busy while the loop passes on the last one.
-            num_copiers=2 * self._host.num_workers,
+            num_copiers=self._host.num_workers,
             board=self._save.board,
             recorder=self._save.observation.recorder,
             fence=self._save.fence,

@@ -435,6 +435,26 @@ def test_many_chunks_through_little_memory(
 
 
 @pytest.mark.parametrize("options", [THREAD, PROCESS], ids=["thread", "process"])
+def test_threads_copy_several_chunks_of_host_memory_at_once(
+    tmp_path: Path, options: Options, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But each thread has several turns, so that all of them end together."""
+    turns: list[int] = []
+
+    def note(gatherings: Sequence[Gathering]) -> None:
+        turns.append(len(gatherings))
+        gather(gatherings)
+
+    monkeypatch.setattr(staging, "gather", note)
+    num_chunks = 8 * Host.get().num_workers
+    state = {f"t{i}": numbers(MIB // 2) + i for i in range(num_chunks)}
+    found = save(tmp_path / "s", dict(state), msgspec.structs.replace(options, chunk_bytes=2 * MIB))
+    assert all(torch.equal(found[f"t{i}"], numbers(MIB // 2) + i) for i in range(num_chunks))
+    assert sum(turns) >= num_chunks
+    assert num_chunks / 4 <= len(turns) <= num_chunks / 2 + 1
+
+
+@pytest.mark.parametrize("options", [THREAD, PROCESS], ids=["thread", "process"])
 def test_lazy_staging(fake: FakeDevices, tmp_path: Path, options: Options) -> None:
     """Of parameters that a kernel has yet to write; and statistics that the next one writes."""
     fake.refuses_to_pin = True  # what is copied in the call goes to memory that is not pinned
