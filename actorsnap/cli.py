@@ -641,7 +641,7 @@ def export(
         for name, others in report.tied.items():
             err.print(quote(output.visible(f"{', '.join(others)}: tied to {name}, not written")))
         for path in report.left_out:
-            err.print(quote(output.visible(f"left out {path!r}: it is no tensor")))
+            err.print(quote(output.visible(f"left out {path!r}: it is not a tensor")))
 
 
 class _LeftOut:
@@ -904,7 +904,7 @@ def _what_to_delete(source: Source, path: str) -> str:
         return f"the damaged snapshot {path}"
     if commit.version == NOT_OURS:
         raise UsageError(
-            f"{path} is no snapshot: another program wrote it ({format_of(commit)}), and rm "
+            f"{path} is not a snapshot: another program wrote it ({format_of(commit)}), and rm "
             "deletes only snapshots"
         )
     size = output.size_text(objects.nbytes)

@@ -315,7 +315,7 @@ def _parse_step(text: str) -> int | StepName:
     if name is not None:
         return name
     if not re.fullmatch("[0-9]{1,19}", text):
-        raise UsageError(f"{text!r} is no step: write 500, or step-0000000500.g2")
+        raise UsageError(f"{text!r} is not a step: write 500, or step-0000000500.g2")
     return int(text)
 
 
@@ -342,7 +342,7 @@ def _parse_metric(text: str) -> tuple[str, float]:
             return name, float(value)
     except ValueError:
         pass
-    raise UsageError(f"{text!r} is no metric: write val/loss=0.25")
+    raise UsageError(f"{text!r} is not a metric: write val/loss=0.25")
 
 
 def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None) -> None:

@@ -387,15 +387,15 @@ class IncompatibleState(ActorSnapError):
             module's own loading code raised.
         is_untouched: Whether nothing was changed. False if only the ``load_state_dict`` of a module
             that adapts its input could detect the mismatch.
-        is_restore: False for ``read_object``: its ``out`` does not fit, or ranks stored different
-            values.
+        misfit: What does not fit: ``"app_state"``, ``"out"`` of ``read_object``, or ``"ranks"``,
+            which stored different values of what is to be read.
     """
 
     missing: Sequence[str] = ()
     unexpected: Sequence[str] = ()
     mismatched: Sequence[str] = ()
     is_untouched: bool = True
-    is_restore: bool = True
+    misfit: str = "app_state"
 
     def __post_init__(self) -> None:
         self.missing = tuple(self.missing)
@@ -404,13 +404,8 @@ class IncompatibleState(ActorSnapError):
         super().__post_init__()
 
     def _text(self) -> str:
-        what = "the app state does not fit the snapshot"
-        if self._is_contested:
-            what = "the snapshot has several values for a part that is to be read"
-        elif not self.is_restore:
-            what = "out does not fit the snapshot"
         lines = [
-            f"{what}; "
+            f"{_MISFITS[self.misfit]}; "
             f"{'nothing was changed' if self.is_untouched else 'parts of it were overwritten'}. "
             f"{self._advice()}".rstrip(),
             *_format_list("missing in the snapshot", self.missing),
@@ -419,14 +414,10 @@ class IncompatibleState(ActorSnapError):
         ]
         return "\n".join(lines)
 
-    @property
-    def _is_contested(self) -> bool:
-        return not self.is_restore and any(map(_CONTESTED.search, self.mismatched))
-
     def _advice(self) -> str:
-        if self._is_contested:
-            return ""
-        if not self.is_restore:
+        if self.misfit == "ranks":
+            return ""  # each line has its own
+        if self.misfit == "out":
             return "Pass an out of the saved dtype and shape, or none."
         advice = ["strict=False restores what matches and reports the rest."]
         if self.missing:
@@ -438,7 +429,11 @@ class IncompatibleState(ActorSnapError):
 
 _DTYPES = re.compile("dtype b?float[0-9a-z_]+ in the snapshot, b?float")
 
-_CONTESTED = re.compile(": ranks stored different values of ")
+_MISFITS = {
+    "app_state": "the app state does not fit the snapshot",
+    "out": "out does not fit the snapshot",
+    "ranks": "the snapshot has several values for a part that is to be read",
+}
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

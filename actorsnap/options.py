@@ -188,8 +188,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
                 issubclass(kind, Enum) or dataclasses.is_dataclass(kind) or hasattr(kind, "_fields")
             ):
                 raise UsageError(
-                    f"Options.allowed_types has {kind!r:.200}, which is no dataclass, namedtuple "
-                    "or enum: pass the classes themselves"
+                    f"Options.allowed_types has {kind!r:.200}, which is not a dataclass, "
+                    "namedtuple or enum: pass the classes themselves"
                 )
             name = kind.__module__, kind.__qualname__
             if seen.setdefault(name, kind) is not kind:

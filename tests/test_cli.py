@@ -226,7 +226,7 @@ def test_ls_where_a_time_is_none(saved: Path, tmp_path: Path) -> None:
     commit = decode_commit((saved / COMMIT_KEY).read_bytes())
     (saved / COMMIT_KEY).write_bytes(encode_commit(msgspec.structs.replace(commit, created="now")))
     assert run("ls", tmp_path).lines[0].startswith("s\t-\t1.2 MiB\tworld size 1")
-    with pytest.raises(FormatError, match="created 'now' is no time"):
+    with pytest.raises(FormatError, match="created 'now' is not a time"):
         _ = Snapshot(saved).created
     assert Snapshot(saved).verify().ok
 

@@ -658,14 +658,14 @@ def test_record(root: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (["pin", "x", "--reason", "a"], "'x' is no step"),
+        (["pin", "x", "--reason", "a"], "'x' is not a step"),
         (["pin", "7", "--reason", "a"], "no snapshot of step 7"),
         (["pin", "0", "--reason", "a", "--until", "soon"], "write 30d"),
         (["unpin", "0"], "is not pinned"),
-        (["record", "0", "loss"], "is no metric"),
-        (["record", "0", "loss=high"], "is no metric"),
-        (["record", "0", "=1"], "is no metric"),
-        (["record", "0", ""], "is no metric"),
+        (["record", "0", "loss"], "is not a metric"),
+        (["record", "0", "loss=high"], "is not a metric"),
+        (["record", "0", "=1"], "is not a metric"),
+        (["record", "0", ""], "is not a metric"),
     ],
 )
 def test_what_is_no_mark(root: Path, arguments: list[str], text: str) -> None:

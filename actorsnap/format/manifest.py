@@ -164,7 +164,7 @@ class Commit(Strict, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_N
         except ValueError:
             found = None
         if found is None or found.tzinfo is None:
-            fail(COMMIT_KEY, f"created {self.created!r:.100} is no time with a time zone")
+            fail(COMMIT_KEY, f"created {self.created!r:.100} is not a time with a time zone")
         return found
 
     def with_values(self) -> Commit:

@@ -297,7 +297,8 @@ def _check(owners: Owners, world_size: int, key: str) -> None:
     for listed in owners.listed:
         for each in listed.boxes:
             if each.rank >= world_size or len(each.offsets) != len(each.sizes):
-                _fail(key, f"{listed.path!r:.200}: {each} is no box of one of {world_size} ranks")
+                what = f"{each} is not a box of one of {world_size} ranks"
+                _fail(key, f"{listed.path!r:.200}: {what}")
         if len({len(each.sizes) for each in listed.boxes}) > 1:
             _fail(key, f"{listed.path!r:.200} has boxes of several dimensions")
     _check_once([listed.path for listed in owners.listed], key)

@@ -419,7 +419,7 @@ def check_foreign_manifest(manifest: RankManifest) -> None:
     key = f"the index of {manifest.attempt}"
     for record in manifest.objects:
         if not is_well_formed_key(record.key):
-            fail(key, f"{record.key!r:.200} is no name of a file")
+            fail(key, f"{record.key!r:.200} is not the name of a file")
     extents = [(record.header_bytes, record.size) for record in manifest.objects]
     _check_each(manifest.entries, extents, key, has_checksums=False)
     _check_together(manifest.entries, key)
@@ -567,7 +567,7 @@ def _check_objects(
     folder = attempt + "/"
     for record in objects:
         if not is_well_formed_key(record.key) or not record.key.startswith(folder):
-            fail(key, f"{record.key!r:.200} is no key in {folder!r:.200}")
+            fail(key, f"{record.key!r:.200} is not a key in {folder!r:.200}")
         if record.header_bytes > record.size:
             fail(
                 key,
@@ -682,7 +682,7 @@ def _check_views(views: Sequence[ViewEntry], bases: Mapping[str, TensorEntry], k
     for view in views:
         base = bases.get(view.of)
         if base is None:
-            fail(key, f"{view.path!r} views {view.of!r}, which is no tensor entry")
+            fail(key, f"{view.path!r} views {view.of!r}, which is not a tensor entry")
         # An unknown dtype has at least one byte.
         itemsize = dtype_itemsize(view.dtype) or 1
         end = view.offset + extent_bytes(view.shape, view.strides, itemsize)

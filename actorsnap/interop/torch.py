@@ -139,7 +139,7 @@ def _refuse_pickle_module(module: Any) -> None:
     if module is not None:
         raise UsageError(
             "pickle_module has no use here: no value is pickled. Leave it out, or pass "
-            "options=actorsnap.Options(allow_pickle=True) for objects that are no plain values"
+            "options=actorsnap.Options(allow_pickle=True) for objects that are not plain values"
         )
 
 
@@ -217,8 +217,8 @@ def _usable(name: str | torch.device) -> torch.device:
     except Exception as error:  # torch raises many kinds, also AssertionError
         why = (text_of(error).splitlines() or [type(error).__name__])[0]
         raise UsageError(
-            f"map_location={str(name)!r} is no device that this process can use ({why:.200}): pass "
-            'another one, or map_location="cpu"'
+            f"map_location={str(name)!r} is not a device that this process can use ({why:.200}): "
+            'pass another one, or map_location="cpu"'
         ) from error
     return device
 

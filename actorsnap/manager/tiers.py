@@ -183,7 +183,7 @@ class TieredRoot(Root):
 
     def _is_root(self, generation: int) -> UsageError:
         return UsageError(
-            f"{self.tier.url} is no tier, but a root, perhaps {self.root.url} itself: run "
+            f"{self.tier.url} is not a tier, but a root, perhaps {self.root.url} itself: run "
             f"{generation} was begun there. Delete nothing; name another place in tiers=[...], "
             "empty or that of this root's earlier runs"
         )

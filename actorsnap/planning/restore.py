@@ -106,7 +106,7 @@ def _no_cover(
         "the save only: restore there, or make the values equal on all ranks before you save. "
         "Different layers need different names"
     )
-    return IncompatibleState(mismatched=[line], is_restore=False)
+    return IncompatibleState(mismatched=[line], misfit="ranks")
 
 
 class BoxPlan:

@@ -91,7 +91,7 @@ def part_shape(dtype: str, shape: Sequence[int], part: str) -> tuple[str, tuple[
         return "uint8", (_packed_bytes(shape, dtype),)
     if dtype in _INT_REPR:
         return DTYPE_NAMES[_INT_REPR[dtype]], tuple(shape)
-    raise ValueError(f"{dtype} is no quantized dtype")
+    raise ValueError(f"{dtype} is not a quantized dtype")
 
 
 @contextlib.contextmanager
@@ -140,11 +140,11 @@ def assemble(
             check_invariants=True,
         )
     if kind not in QUANTIZED:
-        raise ValueError(f"{dtype} is no quantized dtype")
+        raise ValueError(f"{dtype} is not a quantized dtype")
     if layout == "quantized_tensor":
         scale, zero_point = parameters["scale"], parameters["zero_point"]
         if type(scale) is not float or type(zero_point) is not int:
-            raise ValueError("scale or zero_point is no number")
+            raise ValueError("scale or zero_point is not a number")
         result = torch._empty_affine_quantized(
             (0,), scale=scale, zero_point=zero_point, dtype=kind, device="cpu"
         )

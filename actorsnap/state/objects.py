@@ -303,7 +303,7 @@ def _decode(encoded: Any, depth: int, rebuild: Rebuild) -> Any:
 
 def _decode_items(value: Any, depth: int, rebuild: Rebuild) -> list[Any]:
     if type(value) is not list:
-        raise ValueError("its items are no list")
+        raise ValueError("its items are not a list")
     return [_decode(item, depth, rebuild) for item in value]
 
 
@@ -336,7 +336,7 @@ def _decode_deque(value: Any, depth: int, rebuild: Rebuild) -> deque[Any]:
 def _decode_defaultdict(value: Any, depth: int, rebuild: Rebuild) -> defaultdict[Any, Any]:
     pairs, name = value
     if name is not None and name not in FACTORIES:
-        raise ValueError(f"{name!r:.80} is no factory")
+        raise ValueError(f"{name!r:.80} is not a factory")
     return defaultdict(FACTORIES.get(name), _decode_pairs(pairs, depth, rebuild))
 
 
@@ -389,7 +389,7 @@ def _decode_dtype(value: Any) -> np.dtype[Any]:
 def _decode_str(value: Any) -> str:
     value = _decode(value, 0, AS_RECORDS)
     if type(value) is not str:
-        raise ValueError(f"{value!r:.80} is no text")
+        raise ValueError(f"{value!r:.80} is not text")
     return value
 
 
@@ -404,14 +404,14 @@ def _decode_range(value: Any) -> range:
 
 def _integers(values: list[Any]) -> list[int]:
     if set(map(type, values)) != {int}:
-        raise ValueError(f"{values!r:.80} are no integers")
+        raise ValueError(f"{values!r:.80} are not integers")
     return values
 
 
 def _decode_date(value: Any) -> date:
     found = date.fromisoformat(value)
     if found.isoformat() != value:
-        raise ValueError(f"{value!r:.80} is no date")
+        raise ValueError(f"{value!r:.80} is not a date")
     return found
 
 

@@ -260,7 +260,8 @@ def _variable(name: str, environ: Mapping[str, str]) -> int:
     try:
         return int(environ[name])
     except ValueError as error:
-        raise UsageError(f"{name}={environ[name]!r} in the environment is no integer") from error
+        what = f"{name}={environ[name]!r} in the environment"
+        raise UsageError(f"{what} is not an integer") from error
 
 
 class StoreAt:

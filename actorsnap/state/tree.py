@@ -434,7 +434,7 @@ class Skeleton:
         try:
             return unescape(token)
         except FormatError as error:
-            raise FormatError(key=path, detail=f"{token!r} is no token of any key") from error
+            raise FormatError(key=path, detail=f"{token!r} is not a token of any key") from error
 
     def build(self, values: Mapping[str, object], rebuild: Rebuild = AS_RECORDS) -> object:
         """Returns the containers, filled with values.

@@ -348,7 +348,7 @@ class FsStorage(Storage):
             raise translate_os_error(error, op=op, key=key, root=self.root) from error
         except UnicodeEncodeError as error:
             raise StorageError(
-                op=op, key=key, backend=self.url, detail="the key is no valid file name"
+                op=op, key=key, backend=self.url, detail="the key is not a valid file name"
             ) from error
 
     def _create(self, path: str) -> int:

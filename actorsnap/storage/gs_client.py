@@ -315,7 +315,7 @@ class GsClient:
         try:
             quoted = quote(name, safe="")
         except UnicodeEncodeError as error:
-            raise self._error(op, key, "the key is no valid object name") from error
+            raise self._error(op, key, "the key is not a valid object name") from error
         return f"{self._root}/storage/v1/b/{bucket or self.bucket}/o/{quoted}"
 
     def _query(self, **params: str) -> str:

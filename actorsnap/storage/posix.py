@@ -462,7 +462,7 @@ def _describe_parent(key: str, root: str) -> str:
         parent = "/".join(parts[:end])
         if os.path.isfile(os.path.join(root, parent)):
             return f"a parent is a file: {parent!r} is an object, so no key can be below it"
-    return f"a parent of {key!r} is no folder"
+    return f"a parent of {key!r} is not a folder"
 
 
 def _describe_missing_folder(folder: str) -> str:

@@ -243,7 +243,7 @@ def _load(scheme: str, value: str, package: str = "") -> StorageFactory:
             ) from None
         raise UsageError(f"{what} cannot be loaded: {error!r}. Repair or uninstall it.") from error
     if not callable(loaded):
-        raise UsageError(f"{what} is no factory but {type(loaded).__name__}")
+        raise UsageError(f"{what} is not a factory but {type(loaded).__name__}")
     factory: StorageFactory = loaded
     return factory
 
@@ -252,6 +252,6 @@ def _check_storage(scheme: str, storage: object) -> Storage:
     if not isinstance(storage, Storage):
         raise UsageError(
             f"the factory for the storage scheme {scheme!r} returned {type(storage).__name__}, "
-            "which is no actorsnap.storage.Storage"
+            "which is not an actorsnap.storage.Storage"
         )
     return storage

@@ -465,7 +465,7 @@ def test_a_manifest_that_names_what_is_outside(saved: Path, key: str) -> None:
 
     resign(saved, change)
     for reader in READERS.values():
-        with pytest.raises(FormatError, match=f"{re.escape(bad)}.* is no key in") as caught:
+        with pytest.raises(FormatError, match=f"{re.escape(bad)}.* is not a key in") as caught:
             reader(saved)
         assert type(caught.value) is FormatError
 

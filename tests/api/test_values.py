@@ -199,7 +199,7 @@ def test_another_class_in_the_app_state_is_replaced(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("types", "message"),
     [
-        ([int], "has <class 'int'>, which is no dataclass"),
+        ([int], "has <class 'int'>, which is not a dataclass"),
         (["Config"], "has 'Config'"),
         ("Config", "must be a list of classes"),
         ([Config, type("Config", (Config,), {"__module__": __name__})], "two classes"),

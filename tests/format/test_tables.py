@@ -689,7 +689,7 @@ def test_no_view_is_one_of_several_shards() -> None:
     document = shards_of_one_path({}, {"offsets": [2, 0]})
     view = {"kind": "view", "path": "model/z", "of": "model/box", "dtype": "float32"}
     document["entries"].append(view | {"shape": [1], "strides": [1]})
-    with pytest.raises(FormatError, match="no tensor entry"):
+    with pytest.raises(FormatError, match="not a tensor entry"):
         decode_each(document)
 
 

@@ -239,7 +239,7 @@ def test_no_attribute_of_a_class_is_changed() -> None:
     ):
         pickled = f"c{module}\n{name}\n(N}}X\x01\x00\x00\x00aK\x01stb.".encode()
         for allow_pickle in (False, True):
-            with pytest.raises(FormatError, match="damaged|is no metadata"):
+            with pytest.raises(FormatError, match="damaged|is not metadata"):
                 decode_metadata(pickled, ".metadata", allow_pickle=allow_pickle)
     assert decode_metadata(saved, ".metadata").leaves[0].fqn == "a"
     assert [*vars(dcp_metadata.Metadata)] == before
@@ -328,11 +328,11 @@ def _each_item(**fields: Any) -> Any:
         (_overlap, "a"),
         (_other_shape, r"shape \(4, 3\).*\(3, 4\)"),
         (_outside, r"shape \(4, 3\).*\(5, 3\)"),
-        (lambda found: {"a": 1}, "no metadata"),
-        (lambda found: found.__dict__.update(state_dict_metadata=None), "no metadata"),
-        (lambda found: found.__dict__.update(storage_data={"a": 1}), "no metadata"),
-        (_each_item(relative_path="../x"), "no file in its folder"),
-        (_each_item(offset=-1), "no metadata"),
+        (lambda found: {"a": 1}, "not metadata"),
+        (lambda found: found.__dict__.update(state_dict_metadata=None), "not metadata"),
+        (lambda found: found.__dict__.update(storage_data={"a": 1}), "not metadata"),
+        (_each_item(relative_path="../x"), "not a file in its folder"),
+        (_each_item(offset=-1), "not metadata"),
     ],
 )
 def test_contradictions(tmp_path: Path, change: Any, match: str) -> None:

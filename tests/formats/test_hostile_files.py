@@ -322,7 +322,7 @@ def test_deep_lists_in_place_of_sizes() -> None:
         + b"a" * 4999
         + b"ubctorch.distributed.checkpoint.filesystem\n_StorageInfo\n)\x81}bsub."
     )
-    with pytest.raises(FormatError, match=r"no metadata of torch.*recursion"):
+    with pytest.raises(FormatError, match=r"not metadata of torch.*recursion"):
         decode_metadata(pickled, ".metadata")
 
 
@@ -384,7 +384,7 @@ async def test_numbers_of_more_than_64_bits(tmp_path: Path) -> None:
 async def test_an_index_names_no_file(tmp_path: Path, name: str) -> None:
     index = {"weight_map": {"w": name}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(FormatError, match="which is no file beside it"):
+    with pytest.raises(FormatError, match="which is not a file next to it"):
         await Snapshot(tmp_path).get_manifest()
 
 

@@ -282,7 +282,7 @@ def damaged_files() -> dict[str, tuple[bytes, str]]:
         "empty.pt": (b"", "this file is empty: a save or a copy did not end"),
         "zeros.pt": (bytes(600), "no format that actorsnap reads.*damaged"),
         "lfs.safetensors": (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
-        "pytorch_model.bin": (b"", "it is no file of torch.save.*0 bytes"),
+        "pytorch_model.bin": (b"", "it is not a file of torch.save.*0 bytes"),
     }
 
 

@@ -281,9 +281,9 @@ ROWS = "0/sharded/rows"
 @pytest.mark.parametrize(
     ("name", "change", "match"),
     [
-        ("slabs", _set(BIAS, "location", to="../x"), r"'\.\./x'.*no file of a snapshot"),
-        ("slabs", _set(BIAS, "location", to="/etc/passwd"), "no file of a snapshot"),
-        ("slabs", _set(BIAS, "location", to="joined/0"), "no file of a snapshot"),
+        ("slabs", _set(BIAS, "location", to="../x"), r"'\.\./x'.*not a file of a snapshot"),
+        ("slabs", _set(BIAS, "location", to="/etc/passwd"), "not a file of a snapshot"),
+        ("slabs", _set(BIAS, "location", to="joined/0"), "not a file of a snapshot"),
         ("slabs", _set(BIAS, "location", to="absent"), "absent.*missing"),
         ("slabs", _set(BIAS, "byte_range", 1, to=1 << 40), "truncated"),
         ("slabs", _set(BIAS, "byte_range", to=[0, 12]), "has 16 bytes"),

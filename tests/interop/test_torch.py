@@ -168,7 +168,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotASnapshot):
         load(tmp_path / "nothing")
     for device in ("cuda:99", "abacus"):  # before anything is looked for
-        with pytest.raises(UsageError, match=f"'{device}' is no device that this process can use"):
+        with pytest.raises(UsageError, match=f"'{device}' is not a device that"):
             load(tmp_path / "nothing", device)
     assert (tmp_path / "file.pt").read_bytes() == before
     assert [path.name for path in tmp_path.iterdir()] == ["file.pt"]

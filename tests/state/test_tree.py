@@ -186,12 +186,12 @@ def test_human_paths() -> None:
         ([("k/a", Container("list")), ("k/a/b", 1)], "no item"),
         ([("k/a", Container("list")), ("k/a/-1", 1)], "no item"),
         ([("k/a", Container("set"))], "unknown container"),  # type: ignore[arg-type]
-        ([("k/%zz", 1)], "no token"),
+        ([("k/%zz", 1)], "not a token"),
         ([("j/a", 1)], "does not lie below"),
         ([("k", 1), ("k/a", 1)], "leaf"),
         ([("k/a", 1), ("k", 1)], "two entries"),
         ([("k/" + "a/" * 901 + "b", 1)], "too deep"),
-        ([("k//a", 1)], "no token"),
+        ([("k//a", 1)], "not a token"),
     ],
 )
 def test_paths_that_make_no_tree_are_refused(items: list[Any], match: str) -> None:

@@ -788,7 +788,7 @@ async def test_names_that_are_too_long(root: Path) -> None:
 @bounded(10)
 async def test_lone_surrogates_in_a_key(root: Path) -> None:
     for call in (fs(root).put("\ud800", [memoryview(b"x")]), fs(root).writer("\ud800", 1)):
-        with pytest.raises(StorageError, match="no valid file name"):
+        with pytest.raises(StorageError, match="not a valid file name"):
             await call
 
 

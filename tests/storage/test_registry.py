@@ -209,7 +209,7 @@ def test_a_broken_entry_point_harms_only_its_own_scheme(entry_points: PointsOf, 
     ("attribute", "words"),
     [
         ("no_such_name", "cannot be loaded"),
-        ("no_factory", "is no factory but int"),
+        ("no_factory", "is not a factory but int"),
         ("returns_nonsense", "returned str"),
     ],
 )

@@ -105,7 +105,7 @@ def test_a_given_store() -> None:
         ({"store": HashStore(), "environ": _ranks(0, 2)}, "known to one process only"),
         ({"store": {}, "environ": _ranks(0, 2)}, "must be a c10d store, not dict"),
         ({"environ": TORCHRUN | {"RANK": "4"}}, r"rank 4 is not in \[0, 4\)"),
-        ({"environ": TORCHRUN | {"RANK": "x"}}, "RANK='x' in the environment is no integer"),
+        ({"environ": TORCHRUN | {"RANK": "x"}}, "RANK='x' in the environment is not an integer"),
     ],
 )
 def test_what_cannot_work(arguments: dict[str, Any], message: str) -> None:

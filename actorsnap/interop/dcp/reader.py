@@ -225,7 +225,7 @@ class PlannedReads:
         for path, items in by_path.items():
             entry = self.catalog.entry(path)
             if not is_dense(entry):
-                raise FormatError(key=path, detail="is no dense tensor")
+                raise FormatError(key=path, detail="is not a dense tensor")
             self._add_tensors(path, entry, items)
 
     def mark(self) -> None:

@@ -166,7 +166,7 @@ def decode_metadata(data: bytes, key: str, *, allow_pickle: bool = False) -> Dcp
     try:
         return _metadata(loaded, key)
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError) as error:
-        detail = f"it is no metadata of torch.distributed.checkpoint: {text_of(error)}"
+        detail = f"it is not metadata of torch.distributed.checkpoint: {text_of(error)}"
         raise FormatError(key=key, detail=detail) from error
 
 
@@ -241,7 +241,7 @@ def _items(stored: Any, key: str) -> dict[_Place, _Bytes]:
         at = where["fqn"], None if offset is None else _sizes(offset)
         file, start, length = place["relative_path"], place["offset"], place["length"]
         if type(file) is not str or (file not in well_formed and not is_well_formed_key(file)):
-            raise FormatError(key=key, detail=f"{file!r:.200} is no file in its folder")
+            raise FormatError(key=key, detail=f"{file!r:.200} is not a file in its folder")
         well_formed.add(file)
         start, length = _sizes((start, length))
         transforms = tuple(map(str, place.get("transform_descriptors") or ()))

@@ -33,7 +33,7 @@ class _Dtype:
     def __new__(cls, name: Any, align: Any = False, copy: Any = False) -> _Dtype:
         if type(name) is not str or name not in _NUMBERS:
             shown = repr(name[:80]) if isinstance(name, str) else f"of a {type(name).__name__}"
-            raise Refusal(f"an array or number of numpy has the dtype {shown}, which is no number")
+            raise Refusal(f"a numpy array or number has the dtype {shown}, which is not a number")
         dtype = super().__new__(cls)
         dtype.held = np.dtype(name)
         return dtype

@@ -133,14 +133,15 @@ async def _read_repo(place: Place, key: str) -> Foreign:
     try:
         index = msgspec.json.decode(await place.get(key), type=_RepoIndex)
     except ValueError as error:
-        raise FormatError(key=key, detail=f"it is no index: {error}") from error
+        raise FormatError(key=key, detail=f"it is not an index: {error}") from error
     folder = key.rpartition("/")[0]
     files = {
         name: f"{folder}/{file}" if folder else file for name, file in index.weight_map.items()
     }
     for file in dict.fromkeys(files.values()):
         if "/" in file or not file.endswith(SUFFIX) or not is_well_formed_key(file):
-            raise FormatError(key=key, detail=f"it names {file!r:.200}, which is no file beside it")
+            detail = f"it names {file!r:.200}, which is not a file next to it"
+            raise FormatError(key=key, detail=detail)
         await place.need(file, f"{key} names")
     headers = await _headers(place, dict.fromkeys(files.values()))
     tensors: list[tuple[str, str, FileTensor]] = []
@@ -178,7 +179,7 @@ def header_end(data: bytes, size: int, key: str) -> int:
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if len(data) < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:
         raise FormatError(
-            key=key, detail=f"it is no safetensors file, or damaged; it has {size} bytes"
+            key=key, detail=f"it is not a safetensors file, or damaged; it has {size} bytes"
         )
     if _LENGTH_BYTES + length > size:
         raise FormatError(

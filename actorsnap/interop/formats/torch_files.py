@@ -92,7 +92,7 @@ async def read(place: Place) -> Foreign | None:
     elif place.file:
         return None
     else:
-        detail = f"it is no file of torch.save, or damaged; it has {place.used[key].size} bytes"
+        detail = f"it is not a file of torch.save, or damaged; it has {place.used[key].size} bytes"
         raise FormatError(key=key, detail=f"{detail}. Copy it again, or use another")
     return await place.run_blocking(_describe, place, saved)
 

@@ -83,7 +83,7 @@ def _files_of(metadata: Metadata) -> dict[str, bool]:
         for part in _stored_in(record):
             location = part.location
             if not is_well_formed_key(location) or location.startswith(f"{_JOINED}/"):
-                detail = f"{key!r:.200} is at {location!r:.200}, which is no file of a snapshot"
+                detail = f"{key!r:.200} is at {location!r:.200}, which is not a file of a snapshot"
                 raise FormatError(key=METADATA_KEY, detail=detail)
             is_saved = part.serializer == "torch_save"
             if files.setdefault(location, is_saved) != is_saved:

@@ -138,7 +138,7 @@ class FloatRecord(ValueRecord, frozen=True, tag="float"):
     def _bytes(self) -> bytes:
         data = b64decode(self.serialized_value, validate=True)
         if len(data) != _DOUBLE.size:
-            raise ValueError(f"{len(data)} bytes are no double")
+            raise ValueError(f"{len(data)} bytes are not a double")
         return data
 
 

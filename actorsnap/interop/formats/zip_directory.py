@@ -245,7 +245,8 @@ def first_records(beginning: bytes, key: str) -> Iterator[tuple[ZipRecord, bytes
         if start > len(beginning):
             return
         if magic != b"PK\x03\x04" or method or flags & 1 or stored != size:
-            raise FormatError(key=key, detail=f"at byte {at} is no record that torch.save writes")
+            detail = f"no record of torch.save is at byte {at}"
+            raise FormatError(key=key, detail=detail)
         stop = start + size
         if flags & _HAS_DESCRIPTOR:
             stop, crc32 = _find_end(beginning, start)

@@ -171,7 +171,7 @@ def read_one(
     ):
         lines = match.mismatched or [f"{root}: a container in the snapshot, {describe(out)} as out"]
         lines = [line.replace(" in the app state", " in out") for line in lines]
-        raise IncompatibleState(mismatched=lines, is_restore=False)
+        raise IncompatibleState(mismatched=lines, misfit="out")
     return restore
 
 

@@ -87,14 +87,14 @@ def check_sharded(entry: ShardedEntry) -> torch.dtype | None:
         whole = Box.whole(shape)
         for box, nbytes in zip(cut.boxes, sizes, strict=True):
             if box.ndim != whole.ndim or not whole.contains(box) or box.volume * itemsize != nbytes:
-                fail(entry.path, f"{nbytes} bytes are no shard {box} of {entry.dtype} {shape}")
+                fail(entry.path, f"{nbytes} bytes are not a shard {box} of {entry.dtype} {shape}")
     return dtype
 
 
 def check_view(view: ViewEntry, base: AnyEntry | None) -> torch.dtype | None:
     """``base`` is checked. See ``check_tensor``."""
     if not isinstance(base, TensorEntry):
-        fail(view.path, f"it is a view of {view.of!r}, which is no tensor entry")
+        fail(view.path, f"it is a view of {view.of!r}, which is not a tensor entry")
     dtype = _check_kind(view)
     base_bytes = base.data.stop - base.data.start
     itemsize = itemsize_of(view)
