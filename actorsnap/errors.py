@@ -405,7 +405,7 @@ class IncompatibleState(ActorSnapError):
 
     def _text(self) -> str:
         lines = [
-            f"{_MISFITS[self.misfit]}; "
+            f"{_MISFITS.get(self.misfit, self.misfit)}; "
             f"{'nothing was changed' if self.is_untouched else 'parts of it were overwritten'}. "
             f"{self._advice()}".rstrip(),
             *_format_list("missing in the snapshot", self.missing),

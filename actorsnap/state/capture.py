@@ -77,6 +77,9 @@ _log = Log(__name__)
 _INLINE = frozenset({str, int, float, bool, type(None)})
 _CPU = torch.device("cpu")
 
+_MAX_SHOWN = 20
+"""Refused leaves that an error names, as ``IncompatibleState`` does."""
+
 
 def capture(
     app_state: Mapping[str, Any],
@@ -98,7 +101,7 @@ def capture(
         ranks, rank: Global ranks that save together, and that of this process.
 
     Raises:
-        UsageError: The app state is malformed, or some leaves cannot be stored. Names all.
+        UsageError: The app state is malformed, or some leaves cannot be stored. Names the first 20.
         Exception: A ``state_dict`` raised it; a note names the key.
     """
     validate_app_state(app_state)
@@ -148,7 +151,7 @@ def capture_leaves(
         replicated: Other ranks may read the leaves; False: they are private.
 
     Raises:
-        UsageError: Some leaves cannot be stored. Names all.
+        UsageError: Some leaves cannot be stored. Names the first 20.
     """
     collector = _Collector(_Globs(()), allow_pickle, (0,), 0, {})
     for path, kind in containers.items():
@@ -365,10 +368,13 @@ class _Collector:
     def raise_refusals(self) -> None:
         if not self._refused:
             return
-        lines = "\n".join(f"  {line}" for line in self._refused)
         count = len(self._refused)
+        lines = self._refused[:_MAX_SHOWN]
+        if count > _MAX_SHOWN:
+            lines.append(f"... and {count - _MAX_SHOWN} more")
         some = "a leaf" if count == 1 else f"{count} leaves"
-        raise UsageError(f"{some} of the app state cannot be saved:\n{lines}")
+        shown = "\n".join(f"  {line}" for line in lines)
+        raise UsageError(f"{some} of the app state cannot be saved:\n{shown}")
 
     def _container(self, path: str, container: Container) -> ContainerEntry:
         attributes = None

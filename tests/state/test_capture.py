@@ -112,6 +112,16 @@ def test_a_glob_without_a_match_is_a_warning(caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 1
 
 
+def test_an_error_names_some_of_many_refused_leaves() -> None:
+    with pytest.raises(UsageError) as caught:
+        capture({"s": StateDict({f"x{i:02}": object() for i in range(60)})})
+    lines = str(caught.value).splitlines()
+    assert lines[0].startswith("60 leaves")
+    assert len(lines) == 22
+    assert "'s/x19'" in lines[20]
+    assert lines[21] == "  ... and 40 more"
+
+
 def test_one_string_of_globs_is_refused() -> None:
     with pytest.raises(UsageError, match="list of globs"):
         capture({"s": StateDict(a=1)}, replicated="model/**")
