@@ -33,7 +33,7 @@ def parse_policies(texts: Iterable[str]) -> KeepPolicy:
     """Returns the policy that keeps each step that one of the texts keeps.
 
     Raises:
-        UsageError: A text is no policy.
+        UsageError: A text is not a policy.
     """
     policies = [_parse_policy(text) for text in texts]
     return policies[0] if len(policies) == 1 else KeepAnyOf(tuple(policies))

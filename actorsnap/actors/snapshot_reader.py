@@ -246,7 +246,7 @@ class SnapshotReader:
         return await self._explain_file() if is_file else None
 
     async def check_replaced(self) -> None:
-        """Raises ``SnapshotReplaced`` if an inconsistency is no damage: the commit has changed.
+        """Raises ``SnapshotReplaced`` if an inconsistency is not damage: the commit has changed.
 
         Files of another format are compared by size and time.
         """

@@ -32,12 +32,12 @@ class Phase(StrEnum):
 
 
 class Progress(msgspec.Struct, frozen=True, kw_only=True):
-    """A state of a save on this rank. Counters are bytes before compression and never decrease.
+    """Progress of a save on this rank. Counters are bytes before compression and never decrease.
 
     Attributes:
-        phase: ``staging`` until the trainer may overwrite its tensors, then ``storing``; finally
+        phase: ``staging`` until the trainer may overwrite its tensors, then ``storing``, then
             ``committed`` or ``aborted``.
-        total_bytes: Bytes that this rank stores, headers included; 0 until planned.
+        total_bytes: Bytes that this rank stores, including headers. 0 until they are planned.
     """
 
     phase: Phase = Phase.STAGING

@@ -157,7 +157,7 @@ class Commit(Strict, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_N
         """Returns ``created``.
 
         Raises:
-            FormatError: It is no time with a time zone. No reason to refuse a restore.
+            FormatError: It is not a time with a time zone. No reason to refuse a restore.
         """
         try:
             found = datetime.fromisoformat(self.created)
@@ -622,4 +622,4 @@ def _check_text(value: object, where: str) -> None:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise UsageError(f"{where} is no Unicode text: {error}") from error
+        raise UsageError(f"{where} is not Unicode text: {error}") from error

@@ -39,7 +39,7 @@ def check_reason(reason: object, example: str) -> str:
         example: A call with a reason.
 
     Raises:
-        UsageError: It is no text of one line, or has more than ``MAX_REASON`` characters.
+        UsageError: It is not a text of one line, or has more than ``MAX_REASON`` characters.
     """
     if not isinstance(reason, str):
         raise UsageError(f"a reason is a text, not {type(reason).__name__}: write {example}")

@@ -142,8 +142,8 @@ def export_torch(
         storage_options, progress: See ``Snapshot.export_hf``.
 
     Raises:
-        UsageError: Bad input, such as a folder; or a leaf is no dense tensor or plain value: names
-            it.
+        UsageError: Bad input, such as a folder; or a leaf is neither a dense tensor nor a plain
+            value. Names the leaf.
         ObjectExists: There is a file at ``path``.
         NotASnapshot, FormatError, ChecksumMismatch, StorageError: See ``Snapshot.export_hf``.
     Cancellation: As after a failure, the file is deleted. A process that dies leaves a file that
@@ -304,7 +304,7 @@ async def _state(opened: OpenSource, call: _Call, *, keeps_shards: bool) -> tupl
     """Returns what to export, with ``TensorStub`` for tensors, and the number of these.
 
     Raises:
-        UsageError: The key is missing, or a leaf is no plain value.
+        UsageError: The key is missing, or a leaf is not a plain value.
     """
     change = (lambda path: path) if call.rename is None else function_of(call.rename)
     seen: set[str] = set()

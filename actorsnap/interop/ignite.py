@@ -75,7 +75,7 @@ class ActorsnapSaver:
         """Waits for the save before, copies the checkpoint, and returns.
 
         Args:
-            metadata: Ignite's. A priority that is no score is the snapshot's ``step``.
+            metadata: Ignite's. A priority that is not a score is the snapshot's ``step``.
 
         Raises:
             UsageError: Some values cannot be saved; names all.

@@ -101,7 +101,7 @@ class ActorsnapTrainer(transformers.Trainer):  # type: ignore[misc]
 
         Raises:
             ValueError: True, and there is none.
-            UsageError: The folder is no whole checkpoint.
+            UsageError: The folder is not a whole checkpoint.
             SnapshotAborted: A save failed.
         """
         folder = self._choose_start(resume_from_checkpoint)
@@ -391,7 +391,7 @@ def _find_mark(folder: str) -> TrainerMark | None:
 
 
 def _fault(folder: str) -> str | None:
-    """Returns why a folder is no whole checkpoint; None if it is one."""
+    """Returns why a folder is not a whole checkpoint; None if it is one."""
     if not os.path.isfile(os.path.join(folder, TRAINER_STATE_NAME)):
         return f"it has no {TRAINER_STATE_NAME}, so its save did not end"
     if not _has_commit(folder):

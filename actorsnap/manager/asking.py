@@ -140,7 +140,7 @@ class Asking:
         """Asks for a save in the next call that the ranks agree on.
 
         Raises:
-            UsageError: The reason is no line of text.
+            UsageError: The reason is not a line of text.
         """
         text = check_reason(reason, 'request("before the upgrade")')
         self._flag(Wish(text, since=self.calls.entered + 1))

@@ -235,7 +235,7 @@ def stored_metrics(metrics: object) -> dict[str, float | str]:
     """Returns numbers by name, as JSON holds them.
 
     Raises:
-        UsageError: A value is no number.
+        UsageError: A value is not a number.
     """
     if not isinstance(metrics, Mapping):
         raise UsageError(f"metrics must be numbers by name, not {metrics!r}")

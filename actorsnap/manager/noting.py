@@ -82,7 +82,7 @@ def stored_metadata(
         best: Values for ``recall_best``.
 
     Raises:
-        UsageError: Bad metadata, or a metric that is no number.
+        UsageError: Bad metadata, or a metric that is not a number.
     """
     found = metrics() if callable(metrics) else metrics
     if not isinstance(found, Mapping | None):

@@ -321,7 +321,7 @@ class Improvements:
         """Returns why to save; empty if nothing has improved. Remembers better values.
 
         Raises:
-            UsageError: A metric is no number.
+            UsageError: A metric is not a number.
         """
         found: list[str] = []
         for policy in self._policies:

@@ -416,11 +416,11 @@ Chosen = StoredStep | StepName | SupportsIndex
 
 @dataclass(frozen=True, slots=True)
 class KeepCustom(KeepPolicy):
-    """Keeps the steps that ``choose`` returns: steps, names or numbers, also of no stored step.
+    """Keeps the steps that ``choose`` returns, as steps, names or numbers.
 
-    ``choose`` gets the steps of the timeline, oldest first. It should choose a step for what the
-    step is. A choice by position from the oldest (``steps[::2]``) takes more away at every pass,
-    because the steps that went are not there the next time.
+    ``choose`` gets the steps of the timeline, oldest first. It should choose each step by its own
+    properties. A choice by position from the oldest (``steps[::2]``) deletes more at every pass,
+    because deleted steps are missing the next time. Returned steps that are not stored are ignored.
     """
 
     choose: Callable[[Sequence[StoredStep]], Iterable[Chosen]]

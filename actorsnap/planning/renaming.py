@@ -25,7 +25,7 @@ def function_of(rename: object) -> Callable[[str], str | None]:
     """Returns a rename as a function from a path to the new one, or to None: leave it out.
 
     Raises:
-        UsageError: It is no rename.
+        UsageError: It is not a rename.
     """
     if isinstance(rename, str) and rename:
         return lambda path: _without_prefix(path, rename)

@@ -366,7 +366,7 @@ class Trees:
 
 
 def _outline_of(entry: Entry) -> tuple[object, ...]:
-    """Returns what a tree shows of an entry that is no dense tensor, without values."""
+    """Returns what a tree shows of an entry that is not a dense tensor, without values."""
     match entry:
         case BytesEntry():
             return entry.path, entry.type, entry.data.stop - entry.data.start

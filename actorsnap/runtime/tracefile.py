@@ -168,7 +168,7 @@ def write(path: str, trace: TraceFile) -> None:
     """Writes a trace atomically; creates its folder. Blocks.
 
     Raises:
-        OSError: writing failed, or ``path`` is no regular file.
+        OSError: writing failed, or ``path`` is not a regular file.
     """
     folder = os.path.dirname(path) or "."
     os.makedirs(folder, exist_ok=True)

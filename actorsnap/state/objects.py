@@ -425,7 +425,7 @@ def _decode_time(kind: type[Any]) -> Callable[[Any], Any]:
         text, fold, zone = value
         found = kind.fromisoformat(text)
         if found.isoformat() != text or found.tzinfo is not None:
-            raise ValueError(f"{text!r:.80} is no {kind.__name__}")
+            raise ValueError(f"{text!r:.80} is not of type {kind.__name__}")
         return found.replace(fold=fold, tzinfo=None if zone is None else _decode_zone(zone))
 
     return decode
@@ -636,7 +636,7 @@ def array_from_npy(data: bytearray) -> np.ndarray[Any, Any]:
     """Decodes an ``.npy`` file in the memory of ``data``. numpy's reader trusts the header's size.
 
     Raises:
-        ValueError: ``data`` is no such file, holds Python objects, or has the wrong length.
+        ValueError: ``data`` is not such a file, holds Python objects, or has the wrong length.
     """
     major = data[6] if len(data) > 12 and data.startswith(b"\x93NUMPY") else 0
     if not 1 <= major <= 3:

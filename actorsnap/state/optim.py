@@ -14,19 +14,19 @@ from actorsnap.state.devices import fork_generators
 
 
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the state that an optimizer lacks before its first step, to be restored into.
+    """Creates the state that an optimizer lacks before its first step, for a restore to fill.
 
-    Tensors have the shapes, dtypes, devices and placements that the optimizer gives them. Torch's
-    own classes get the values before the first step, so training may continue without a restore;
-    only SGD with dampening then dampens the first gradient. Parameters, gradients, learning rates,
-    hooks, step counters and random generators do not change. Skips parameters that have state or
-    require no gradients.
+    Tensors get the shapes, dtypes, devices and placements that the optimizer would give them. For
+    torch's own classes, they get the values before the first step, so training may continue without
+    a restore. The one exception is SGD with dampening, which then dampens the first gradient.
+    Parameters, gradients, learning rates, hooks, step counters and random generators do not change.
+    Skips parameters that have state or require no gradients.
 
-    Classes outside of torch.optim run one step on zeros, not the parameters; step counters in their
-    state are then set to 0.
+    Classes outside of torch.optim run one step on zeros instead of the parameters. Step counters in
+    their state are then set to 0.
 
     Raises:
-        UsageError: The optimizer cannot be primed; run one step instead.
+        UsageError: The optimizer cannot be primed. Run one step instead.
     """
     kind = type(optimizer)
     if "ZeroRedundancyOptimizer" in [base.__name__ for base in kind.__mro__]:
@@ -237,18 +237,19 @@ class ModelState:
 
     The state is that of ``torch.distributed.checkpoint.state_dict.get_state_dict``, in its sharded
     form, keyed by parameter name without the prefixes of DistributedDataParallel, FSDP and
-    ``torch.compile``. It can be restored under another wrapper, mesh or pipeline stages, or in one
-    process.
+    ``torch.compile``. It can be restored under another wrapper, on another mesh, with other
+    pipeline stages, or in one process.
 
-    With FSDP1 (``FullyShardedDataParallel``) both methods are collective. Otherwise no rank waits
+    With FSDP1 (``FullyShardedDataParallel``), both methods are collective. Otherwise, no rank waits
     for another.
 
     Args:
-        model: Wrapped as for training.
+        model: The model, wrapped as for training.
         optimizers: None, one or several.
-        flatten: Whether hyperparameters are stored per parameter, as pipeline stages need. Per
-            group is smaller with many parameters, and needed if optimizer state has other values
-            than tensors and numbers. With distributed parameters, a restore needs the same form.
+        flatten: Store hyperparameters per parameter, as pipeline stages need. False stores them per
+            parameter group, which is smaller with many parameters, and necessary if the optimizer
+            state has values other than tensors and numbers. With distributed parameters, a restore
+            needs the same setting as the save.
     """
 
     def __init__(
@@ -290,7 +291,7 @@ class ModelState:
         """Loads a state that ``state_dict`` returned.
 
         Args:
-            strict: Whether the model refuses missing and unexpected names.
+            strict: Refuse missing and unexpected names in the model.
         """
         from torch.distributed.checkpoint import state_dict as names
 

@@ -165,7 +165,7 @@ class Rebuild:
 
         Raises:
             UsageError: The class is not allowed, has other fields, or its constructor raised.
-            ValueError: It is no record.
+            ValueError: It is not a record.
         """
         if type(module) is not str or type(qualname) is not str:
             raise ValueError("a record names its class by two strings")

@@ -41,10 +41,10 @@ def is_stateful(value: object) -> bool:
 
 
 class StateDict(UserDict[str, Any]):
-    """A dict that is a ``Stateful``: for counters, configurations, loose tensors.
+    """A dict that is a ``Stateful``, for counters, configurations and single tensors.
 
-    ``load_state_dict`` keeps keys that it does not get: under ``strict=False``, those newer than
-    the snapshot.
+    ``load_state_dict`` keeps keys that the loaded state lacks. With ``strict=False``, these are the
+    keys that were added after the save.
     """
 
     def state_dict(self) -> dict[str, Any]:
@@ -56,10 +56,10 @@ class StateDict(UserDict[str, Any]):
 
 
 class RNGState:
-    """Python's random generator, NumPy's global one, torch's on CPU and CUDA.
+    """The global random generators of Python, NumPy and torch (CPU and CUDA).
 
-    NumPy's is saved if imported, CUDA's if initialised. Reading draws no numbers. Restoring sets
-    the generators that both snapshot and process have.
+    NumPy's generator is saved if NumPy is imported, CUDA's if CUDA is initialized. Saving draws no
+    numbers. A restore sets the generators that both the snapshot and the process have.
     """
 
     def state_dict(self) -> dict[str, Any]:

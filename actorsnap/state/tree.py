@@ -324,7 +324,7 @@ class Skeleton:
         return path in self._leaves
 
     def num_items(self, path: str) -> int:
-        """Returns 0 if ``path`` is no container."""
+        """Returns 0 if ``path`` is not a container."""
         branch = self._branches.get(path)
         return 0 if branch is None else len(branch.keys)
 

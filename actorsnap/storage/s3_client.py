@@ -471,7 +471,8 @@ def _check_is_no_page(request: Request, response: Response) -> None:
     is_answer = response.status < 300 or response.status in (404, 405, 501)
     if is_answer and is_page and "x-amz-request-id" not in response.headers:
         url = urlsplit(request.url)
-        detail = f"{url.scheme}://{url.netloc} answered with a web page, so it is no S3 endpoint"
+        place = f"{url.scheme}://{url.netloc}"
+        detail = f"{place} answered with a web page: it is not an S3 endpoint"
         raise WireError(detail, is_retryable=False)
 
 
@@ -610,7 +611,7 @@ def _error_from_response(error: ClientError, client: S3Client, op: str) -> _Mean
     if status in (401, 403):
         return AccessDenied, f"{answer}: the credentials do not allow it; {_needed(op)}", {}
     message = failure.get("Message") or "the server does not say why"
-    detail = f"{answer}: {message[:300]}; look at storage_options, and at what the server supports"
+    detail = f"{answer}: {message[:300]}; check storage_options, and what the server supports"
     is_transient = code in _TRANSIENT or (status >= 500 and status != 501)
     return StorageError, detail, {"retryable": is_transient, "retry_after_s": wait_s}
 

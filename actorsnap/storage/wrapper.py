@@ -90,7 +90,7 @@ class Wrapper(Storage):
     ) -> T:
         """Awaits ``call(...)``, the verb ``op`` on ``key``; each step of a ``list`` is a call.
 
-        Includes writers' verbs. ``call`` is no closure over the arguments: its frame, in a
+        Includes writers' verbs. ``call`` is not a closure over the arguments: its frame, in a
         failure's traceback, would keep the app state alive.
         """
         return await call(*args, **kwargs)

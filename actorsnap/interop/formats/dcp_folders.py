@@ -244,7 +244,7 @@ class _Describer:
     def _add_whole(
         self, path: str, item: StoredItem, content: Content, value: Any, ghosts: Ghosts, name: str
     ) -> None:
-        """Adds a value, perhaps with tensors in it, or a tensor that is no rows of elements."""
+        """Adds a value, perhaps with tensors in it, or a tensor that does not consist of rows."""
 
         def stored(saved: SavedStorage, start: int, stop: int) -> Stored:
             begin = content.starts.get(saved.key, item.start)

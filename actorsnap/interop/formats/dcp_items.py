@@ -190,7 +190,7 @@ def _check_transforms(item: StoredItem, fqn: str) -> None:
 
 
 def _parse(item: StoredItem, fqn: str, located: Located) -> Reading[Content | None]:
-    """Parses an item, whose bytes begin at 0; returns None for what is no zip file.
+    """Parses an item, whose bytes begin at 0; returns None for what is not a zip file.
 
     Args:
         located: What was found before. Counts what is decompressed.

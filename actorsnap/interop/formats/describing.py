@@ -122,7 +122,7 @@ class Description:
         """Adds a plain value, or an array or number of numpy; with ``allow_pickle`` any object.
 
         Raises:
-            UsageError: It is no plain value; names its class.
+            UsageError: It is not a plain value; names its class.
         """
         try:
             encoded = objects.encode_inline(value, path)

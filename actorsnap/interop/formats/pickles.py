@@ -62,7 +62,7 @@ class Ghosts:
         """Is the ``persistent_load`` of an unpickler.
 
         Raises:
-            pickle.UnpicklingError: It is no storage.
+            pickle.UnpicklingError: It is not a storage.
         """
         match saved_id:
             case ("storage" | b"storage", storage_type, str() | bytes() as key, _, int() as numel):
@@ -275,7 +275,7 @@ class StateDescriber:
         """Adds states by path. Call it once.
 
         Raises:
-            UsageError: A leaf is no tensor and no plain value. Names it.
+            UsageError: A leaf is neither a tensor nor a plain value. Names it.
             FormatError: A tensor is not in its storage.
         """
         leaves: list[tuple[str, object]] = []

@@ -174,7 +174,7 @@ def header_end(data: bytes, size: int, key: str) -> int:
     """Returns where the header of a file of ``size`` bytes ends, from its first 8 bytes.
 
     Raises:
-        FormatError: It is no safetensors file, or truncated.
+        FormatError: It is not a safetensors file, or truncated.
     """
     length = int.from_bytes(data[:_LENGTH_BYTES], "little")
     if len(data) < _LENGTH_BYTES or length > _MAX_HEADER_BYTES:

@@ -157,7 +157,7 @@ def begin_archive(beginning: bytes, key: str) -> Archive | None:
 
     Raises:
         UsageError: It is big-endian.
-        FormatError: It is no such file.
+        FormatError: It is not such a file.
     """
     pickled: bytes | None = None
     for record, content in first_records(beginning, key):

@@ -229,8 +229,8 @@ class _RankDescriber:
                 except ValueError as error:
                     raise FormatError(
                         key=METADATA_KEY,
-                        detail=f"{key!r:.200} is {record.serialized_value!r:.80}, which is no "
-                        f"{record.type}",
+                        detail=f"{key!r:.200} is {record.serialized_value!r:.80}, which is not "
+                        f"of type {record.type}",
                     ) from error
                 self.description.value(path, value, replicated=record.replicated)
             case PickleRecord():

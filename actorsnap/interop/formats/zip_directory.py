@@ -88,7 +88,7 @@ def read_directory(
         tail_bytes: What to read first. The directory of most files is there.
 
     Raises:
-        FormatError: It is no such zip file, or truncated.
+        FormatError: It is not such a zip file, or truncated.
     """
     tail_start = max(0, size - tail_bytes)
     tail = yield tail_start, size

@@ -159,7 +159,7 @@ class Snapshot:
         Args:
             path: A key of ``get_manifest``; with any rank that may read it.
             obj_out: A tensor to read into. Ignored if its dtype or shape is another one, or if the
-                leaf is no tensor.
+                leaf is not a tensor.
             memory_budget_bytes: At least 1 MiB is used.
 
         Returns:

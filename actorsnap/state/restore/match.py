@@ -428,7 +428,7 @@ def match_key(
 def _add_part(found: Match, entry: AnyEntry) -> None:
     path = entry.path
     if not isinstance(entry, TensorEntry | ViewEntry) or path in found.parts:
-        fail(path, "two entries have this path, or it is no part of an entry")
+        fail(path, "two entries have this path, or it is not part of an entry")
     if isinstance(entry, ViewEntry):
         check_view(entry, found.bases.get(entry.of))
     else:
