@@ -38,8 +38,8 @@ _OWN = "accelerate"
 def app_state(accelerator: accelerate.Accelerator) -> dict[str, Stateful]:
     """Returns everything that ``accelerator.save_state`` saves, as an app state.
 
-    For ``Snapshot`` and ``CheckpointManager``; of several processes with
-    ``replicated=replicated(accelerator)``. Their buffers are those of rank 0.
+    Pass it to ``Snapshot`` or ``CheckpointManager``; with several processes, also pass
+    ``replicated=replicated(accelerator)``. Buffers are saved from rank 0.
 
     Keys: ``model``, ``optimizer``, ``scheduler``, ``dataloader``, ``custom``, and ``model_1`` and
     so on for the second ones; ``scaler``, ``rng``, ``accelerate``. Of a data loader: its epoch and
@@ -87,7 +87,7 @@ def save_state(
     """Saves ``app_state(accelerator)``; on return the snapshot is durable and visible.
 
     All processes call it together. A snapshot at ``output_dir`` is replaced, and stays valid until
-    then.
+    the commit.
 
     Args:
         output_dir: A path or URL.
@@ -141,13 +141,13 @@ def load_state(
     storage_options: Mapping[str, Any] | None = None,
     options: Options | None = None,
 ) -> None:
-    """Restores what was saved of ``app_state(accelerator)``, on any number of processes.
+    """Restores ``app_state(accelerator)`` from a snapshot, on any number of processes.
 
     All processes call it together, after ``prepare``. A folder of ``accelerator.save_state`` is
     loaded by ``accelerator.load_state``, which unpickles.
 
     Raises:
-        NotASnapshot: There is neither.
+        NotASnapshot: There is no checkpoint.
         UsageError, ActorSnapError: See ``app_state``, ``actorsnap.Snapshot.restore``.
     """
     wanted = app_state(accelerator)

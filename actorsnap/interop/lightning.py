@@ -38,7 +38,7 @@ _REQUEUED = "hpc_ckpt_"
 class ActorsnapCheckpointIO:
     """Saves the checkpoints of ``Trainer`` and ``Fabric`` as snapshots, in the background.
 
-    At most one save is in flight. An error of it is raised by the next save, by ``wait``, and at
+    At most one save is in flight. Its error is raised by the next save, by ``wait``, or at
     the end of ``Trainer.fit``. A checkpoint is removed after the commit of the one that replaces
     it. The rank that Lightning calls saves alone; any rank may load.
 
@@ -131,9 +131,9 @@ def load_from_checkpoint(
     options: Options | None = None,
     **kwargs: Any,
 ) -> Any:
-    """``cls.load_from_checkpoint(path, **kwargs)`` for a snapshot: Lightning's own opens a file.
+    """``cls.load_from_checkpoint(path, **kwargs)`` for a snapshot.
 
-    Holds the checkpoint twice in memory.
+    Lightning's own method opens a file. This one holds the checkpoint twice in memory.
 
     Args:
         cls: A ``LightningModule`` or ``LightningDataModule``.

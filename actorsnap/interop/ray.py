@@ -57,12 +57,12 @@ class ActorsnapReporter:
         self._names: set[str] | None = None
 
     def report(self, metrics: Mapping[str, Any], app_state: AppState, *, step: int) -> None:
-        """Waits for the save before, copies the state, and returns; called by all workers together.
+        """Waits for the previous save, copies the state, and returns. All workers call it together.
 
         The snapshot is ``step-<step>`` in the run's folder, and replaces one there that was never
-        reported. If that step was, it is ``step-<step>-2``: Ray would delete both by one name. Ray
-        gets rank 0's ``metrics`` with it after the commit. If the save fails, Ray ends the workers,
-        as if the function had raised the error.
+        reported. If that one was, the new one is ``step-<step>-2``, because Ray deletes by name.
+        Ray gets rank 0's ``metrics`` with it after the commit. If the save fails, Ray ends the
+        workers, as if the function had raised the error.
 
         Args:
             metrics: See ``ray.train.report``.
@@ -70,8 +70,8 @@ class ActorsnapReporter:
             step: Training step of the state.
 
         Raises:
-            UsageError: Some values cannot be saved; names all. Or actorsnap has no storage for that
-                of the run.
+            UsageError: Some values cannot be saved; names all. Or actorsnap does not support the
+                run's storage.
             ActorSnapError: The save before failed. Or see ``Snapshot.take``.
         """
         self.wait()
@@ -109,7 +109,7 @@ class ActorsnapReporter:
         )
 
     def restore(self, app_state: AppState) -> int | None:
-        """Restores the latest reported checkpoint; called by all workers together.
+        """Restores the latest reported checkpoint. All workers call it together.
 
         Returns:
             Its step; None if there is none yet.

@@ -42,7 +42,7 @@ def save(
     """Saves ``obj`` as a snapshot; on return it is durable and visible.
 
     Dicts below the top level are under their keys, as ``Snapshot.restore`` wants them; anything
-    else is under ``model``. A snapshot at ``f`` is replaced, and stays valid until then.
+    else is under ``model``. A snapshot at ``f`` is replaced, and stays valid until the commit.
 
     Args:
         obj: A tensor, or plain containers of tensors and plain values
@@ -92,16 +92,16 @@ def load(
         f: A snapshot of ``save``, or a file of ``torch.save``. Any other snapshot is returned as a
             dict by key, as rank 0 sees it.
         map_location: A device. None: the CPU, because a snapshot does not name devices. A function
-            gets each storage, on the CPU, and ``"cpu"``, and returns a storage, or None to leave
-            it.
+            gets each storage, on the CPU, and ``"cpu"``. It returns a storage, or None to keep
+            this one.
         pickle_module: Refused.
-        weights_only: True always. False is refused: ``Options(allow_pickle=True)`` reads pickles.
+        weights_only: Always True. False is refused: ``Options(allow_pickle=True)`` reads pickles.
         mmap: Without effect.
         storage_options, options: See ``actorsnap.Snapshot``.
 
     Raises:
         UsageError: ``f`` is a file object, the device cannot be used, or an argument is refused.
-        NotASnapshot: There is neither.
+        NotASnapshot: There is no checkpoint at ``f``.
         ActorSnapError: See ``actorsnap.Snapshot.restore``.
     """
     _refuse_pickle_module(pickle_module)

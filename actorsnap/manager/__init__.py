@@ -70,7 +70,7 @@ class Decision:
     """The answer of ``maybe_save``. True if the step is saved.
 
     Attributes:
-        reason: Why; empty if it is not.
+        reason: Why the step is saved; empty if it is not.
         pending: The save in flight, a ``PendingSnapshot``.
     """
 
@@ -156,8 +156,8 @@ class ManagerHandle:
     def request(self, reason: str = "request()") -> None:
         """Asks for a save soon, on all ranks; they agree on one of their next calls.
 
-        On any rank, from any thread or signal handler. Without other ranks the next ``maybe_save``
-        saves. Several requests before that are one save.
+        Call it on any rank, from any thread or signal handler. With a single rank, the next
+        ``maybe_save`` saves. Several requests before that cause one save.
 
         Args:
             reason: Stored with the snapshot: one line, at most 1,000 characters.
@@ -180,7 +180,7 @@ class CheckpointManager(ManagerHandle):
     """Saves, keeps and restores the snapshots of one training run, in one folder.
 
     A snapshot is a folder ``step-<step>.g<generation>`` at the root. A manager takes a new
-    generation with its first save, and again with the first save after a restore: so snapshots
+    generation with its first save, and again with the first save after a restore, so snapshots
     are ordered by the course of the run, not by clocks or step numbers. The steps of a run are its
     own and those that it continues, up to the step it was restored from; others are abandoned.
 
@@ -244,9 +244,9 @@ class CheckpointManager(ManagerHandle):
         app_state: AppState | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Decision:
-        """Saves the step if a policy says so; called once per step, by all ranks.
+        """Saves the step if the policy is due. Call it once per step, on all ranks.
 
-        Returns when the state is staged. While nothing is due it sends no message and makes no
+        Returns when the state is staged. While no save is due, it sends no message and makes no
         request.
 
         Args:
@@ -331,8 +331,8 @@ class CheckpointManager(ManagerHandle):
     def events(self) -> AsyncGenerator[ManagerEvent, None]:
         """Yields what the manager does on this rank, from its first call until ``close``.
 
-        The latest 1,000 events are kept. An iterator that is too slow misses older ones:
-        ``num_missed`` of the next event is their number.
+        The latest 1,000 events are kept. An iterator that is too slow misses older ones;
+        ``num_missed`` of the next event counts them.
         """
         return follow_async(EventReader(self._body.events))
 
@@ -428,10 +428,10 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def best(self, metric: str, mode: Literal["min", "max"]) -> StepInfo | None:
-        """Returns the step of the run with the best value; of equal ones the oldest.
+        """Returns the step of the run with the best value; the oldest of equal ones.
 
         Returns:
-            None if no step has the metric as a number. If steps have others, a warning names them.
+            None if no step has the metric as a number. A warning names other metrics, if any.
 
         Raises:
             UsageError: Another mode.
@@ -456,7 +456,7 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def prune(self, keep: KeepPolicy | None = None, *, dry_run: bool = False) -> PruneReport:
-        """Deletes what the policy gives up, now. On rank 0, after its first save.
+        """Deletes the steps that the policy does not keep. Call it on rank 0, after its first save.
 
         Raises:
             UsageError: It deletes, and this is not rank 0.
@@ -467,12 +467,12 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def delete(self, step: int | StepName, *, force: bool = False) -> None:
-        """Deletes one snapshot, as a pass does. On rank 0.
+        """Deletes one snapshot, as a pass does. Call it on rank 0.
 
         Args:
             step: A step of the run; or, if it has no such step, an abandoned or damaged one. Or a
                 name from ``steps(all=True)``.
-            force: Also a pinned snapshot, and the only valid one of the run.
+            force: Also delete a pinned snapshot, or the only valid one of the run.
 
         Raises:
             UsageError: There is no such snapshot, it is pinned or the only valid one, or this is
@@ -485,8 +485,9 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def pin(self, step: int | StepName, reason: str, until: Until = None) -> Pin:
-        """Protects a snapshot from every policy and from ``delete``. On one rank, in any process.
+        """Protects a snapshot from every policy and from ``delete``.
 
+        Call it on one rank, in any process.
         A snapshot may have several pins; each counts. An evaluation job pins what it reads.
 
         Args:
@@ -504,7 +505,7 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def unpin(self, step: int | StepName | Pin, reason: str | None = None) -> None:
-        """Removes a pin; or the pins of a step, of which there must be one reason.
+        """Removes a pin, or all pins of a step if they have the same reason.
 
         Args:
             step: What ``pin`` returned, or a step.
@@ -518,15 +519,16 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def record(self, step: int | StepName, metrics: Mapping[str, Any]) -> None:
-        """Adds metrics to a snapshot after its save. On one rank, in any process.
+        """Adds metrics to a snapshot after its save.
 
+        Call it on one rank, in any process.
         A value replaces an earlier one of the same name. Policies use it from the next pass on.
 
         Args:
             step: See ``delete``; also of a save in flight.
 
         Raises:
-            UsageError: There is no such snapshot, or a value is no number.
+            UsageError: There is no such snapshot, or a value is not a number.
             StorageError: Storing failed.
         """
         await run_async(self._body.record(step, metrics))
@@ -544,8 +546,8 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def close(self, timeout_s: float = 60.0) -> None:
-        """Saves the last step if the policy (``every.last``) or a request says so, with what
-        ``maybe_save`` got for it, and waits for pending saves.
+        """Saves the last step if the policy (``every.last``) or a request asks for it, with the
+        arguments of its ``maybe_save``, and waits for pending saves.
 
         Args:
             timeout_s: Longest wait for deletions, in seconds. The next manager finishes the rest.

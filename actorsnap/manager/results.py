@@ -97,8 +97,8 @@ class Status:
         committed: The last step known to be committed.
         verified: The last step that was also verified. Rank 0 only.
         pending: Steps in flight.
-        failed_deletes: Reasons by URL; a later pass tries again. By the root's own URL if a whole
-            pass failed, as of a policy that raises. Rank 0 only.
+        failed_deletes: Reasons by URL; a later pass tries again. Under the root's own URL if a
+            whole pass failed, for example because a policy raised. Rank 0 only.
         num_deletes_left: Number of steps that the last pass had no time to delete, although no
             policy keeps them. Rank 0 only.
         is_superseded: Another manager has begun a run at the root: this one deletes nothing.

@@ -134,13 +134,13 @@ class PollingWatcher:
 
 
 class SignalNotices:
-    """Takes signals for notices. The default is SIGTERM.
+    """Treats signals as notices. The default is SIGTERM.
 
-    The first one is a notice: the default action of the signal does not end the process. Handlers
-    that Python code installed before are called as well. The second one goes to the previous
-    handler or the default action, so a second SIGTERM ends the process. A delivery within
-    two seconds of the first counts as the same signal. Each signal counts by itself. A fork gets
-    back the previous handlers.
+    The first signal is a notice: its default action does not end the process. Handlers that
+    Python code installed before are called as well. The second goes to the previous handler or the
+    default action, so a second SIGTERM ends the process. A delivery within two seconds of the
+    first counts as the same signal. Different signals are counted separately. A forked child gets
+    the previous handlers back.
 
     Args:
         signals: Names or numbers.
@@ -274,8 +274,8 @@ class SlurmNotices:
     """Gives a notice before the job's time limit. Without Slurm it does nothing.
 
     Two sources: the clock, by ``SLURM_JOB_END_TIME``, and SIGUSR1, which ``#SBATCH
-    --signal=USR1@120`` asks Slurm to send. SIGTERM, which Slurm sends to end or preempt a job, is
-    one for ``notices.signals``.
+    --signal=USR1@120`` asks Slurm to send. For SIGTERM, which Slurm sends to end or preempt a
+    job, use ``notices.signals``.
 
     Args:
         before_s: Time between the notice and the end, in seconds: the number in ``--signal``.
@@ -319,7 +319,7 @@ class SlurmNotices:
 class FileNotices(PollingWatcher):
     """Gives a notice when a file appears or is written again.
 
-    A file that was there at the start does not count: a job that is started again would stop.
+    A file that exists at the start is ignored; otherwise, a restarted job would stop at once.
 
     Args:
         grace_s: Time from the notice to the end of the process, in seconds. None: unknown.
@@ -358,7 +358,7 @@ class FileNotices(PollingWatcher):
 
 
 class CustomNotices(PollingWatcher):
-    """Asks a function for notices, on a thread of its own.
+    """Asks a function for notices, on its own thread.
 
     Args:
         check: Returns a ``Notice``, or None. It may block; an error counts as None.
@@ -395,8 +395,8 @@ class notices:
         Uses IMDSv2. In a container the instance needs a hop limit of 2.
 
         Args:
-            rebalance: Takes rebalance recommendations for notices as well. They say that an
-                interruption is more likely than before, not that or when there will be one.
+            rebalance: Treats rebalance recommendations as notices, too. They mean that an
+                interruption has become more likely, not that one is certain.
             endpoint: URL of the metadata server.
         """
         from actorsnap.runtime.instance_metadata import AwsNotices  # with http.client

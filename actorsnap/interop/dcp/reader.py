@@ -53,8 +53,9 @@ class ActorsnapReader(StorageReader):
     Args:
         path: A folder or URL; None: DCP's calls pass ``checkpoint_id``.
         storage_options, options: See ``Snapshot``.
-        rank: Whose private leaves to read; None: of this process in the default process group. A
-            snapshot of DCP's calls has none, except with ``use_collectives=False``.
+        rank: The rank whose private leaves are read; None: this process's rank in the default
+            process group. Snapshots of DCP's calls have no private leaves, except with
+            ``use_collectives=False``.
         _extension_registry: Has no effect: torch's zstd is known, others are refused by name.
 
     Raises:

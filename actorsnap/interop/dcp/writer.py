@@ -94,9 +94,9 @@ _received: dict[tuple[int, ...], str] = {}
 class ActorsnapWriter(ActorsnapStager, StorageWriter):
     """Saves snapshots for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
-    The ranks of DCP's call, whichever they are, save together, as in ``Snapshot.take``: all commit
-    or all fail, and an older snapshot at the path stays valid until the commit. Needs no collective
-    of its own. The job's store may be a FileStore.
+    All ranks of DCP's call save together, as in ``Snapshot.take``: all commit or all fail, and an
+    older snapshot at the path stays valid until the commit. It needs no collectives of its own.
+    The job's store may be a FileStore.
 
     Takes the arguments of ``FileSystemWriter`` in its order. Those not listed here have no effect,
     except ``_extensions``: ``ZStandard`` means ``Options.compression``, others are refused.
@@ -106,8 +106,8 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         overwrite: Replace a snapshot at the path.
         storage_options, options: See ``Snapshot``.
         step, metadata: See ``Snapshot.take``.
-        process_group: The ranks of saves with ``use_collectives=False``, which tell a writer no
-            ranks; None: the default group.
+        process_group: The ranks that save with ``use_collectives=False``, where DCP does not pass
+            them to a writer; None: the default group.
         marker: After the commit, write a file ``.metadata``, for programs that look for it.
 
     Attributes:
