@@ -61,8 +61,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
 
     Attributes:
         fsync: Wait for the disk before a snapshot counts as saved. Use False for scratch tiers
-            only; the snapshot records it permanently. A save that replaces a snapshot taken with
-            True waits in any case.
+            only; the snapshot records this permanently. A save that replaces a snapshot taken with
+            True always waits.
         verify: Compare every byte that is read with its checksum.
         allow_pickle: Store and load objects outside the safe set with pickle. Loading a pickle runs
             code chosen by its writer.
@@ -77,21 +77,21 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
         lost_after_s: Silence after which a rank in a save or restore counts as lost. The call then
             ends on all other ranks.
         memory_budget_bytes: Limit of the memory for staging copies, at least 2 MiB. Each process
-            has one budget: a value given here applies to all its snapshots from now on. None keeps
+            has one budget: a value applies to all its snapshots from then on. None keeps
             the current budget. The initial budget is 60 % of the memory that is free when the
             runtime starts, within the cgroup limits, and at most 64 GiB.
         chunk_bytes: Unit of staging and I/O, at least 2 MiB. Chunks are smaller if the budget is
             small. Reads over a network that need no staging memory grow to 64 MiB.
         num_uploaders: Largest number of chunks that are hashed and written, or fetched, at the same
             time. Over a network, transfers start with 8 and add more while that increases the
-            speed; other storages use at most 8.
+            speed. Local storages use at most 8.
         max_objects: Largest number of data objects that are written in parallel for each top-level
             key.
-        min_object_bytes: Least size of each data object when a top-level key is split into several.
+        min_object_bytes: Smallest size of a data object when a top-level key is split into several.
         read_mode: How ranks restore data that several of them need (all ranks, or the ranks with
             the same shards). ``"direct"``: each rank reads it. ``"shared"``: the ranks read each
-            byte once and exchange it over gloo. ``"auto"``: shared by 8 ranks or more, direct by
-            fewer. Rank 0's value applies to all ranks.
+            byte once and exchange it over gloo. ``"auto"``: shared if at least 8 ranks need the
+            data, otherwise direct. Rank 0's value applies to all ranks.
         offload: Where ``async_take`` stores the copies: in a ``"thread"`` of this process, or in a
             separate ``"process"``, which leaves the GIL to the trainer. ``"auto"`` uses a process
             for states of 64 MiB or more, if each rank of the machine has two cores, and once the
@@ -106,9 +106,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
         at_exit: When the interpreter exits, ``"wait"`` for pending snapshots, or ``"abort"`` them.
             The staged part of a detached snapshot continues in both cases.
         max_slowdown: Largest allowed slowdown of training steps while a snapshot of ``async_take``
-            is stored: 0.02 is two percent. Slows down the uploaders on this rank to keep it, but
-            not below a hundredth of their speed, and only as far as half of ``timeout_s`` still
-            suffices. Needs steps marked with ``actorsnap.step()``. None: no limit.
+            is stored: 0.02 is two percent. To meet this limit, the uploaders on this rank run more
+            slowly, but at no less than a hundredth of their speed, and never so slowly that the
+            save would need more than half of ``timeout_s``. Requires that the training steps are
+            marked with ``actorsnap.step()``. None: no limit.
         compression: ``"zstd:1"`` (the same as ``"zstd"``) to ``"zstd:19"`` compresses the data
             chunk by chunk, on the threads that store it or in the uploader process. None: no
             compression. Rank 0's value applies to all ranks. Compressed data objects are not

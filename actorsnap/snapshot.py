@@ -153,7 +153,7 @@ class Snapshot(SnapshotHandle):
 
         Calls ``state_dict()`` of every stateful in this thread, in sorted key order. CPU tensors
         are written directly from their memory, so do not change them until this returns. If another
-        task of the event loop trains, use ``async_take``. Device tensors and non-contiguous tensors
+        task on the event loop trains, use ``async_take``. Device tensors and non-contiguous tensors
         are copied through a buffer of at most 48 MiB.
 
         With a torch.distributed process group, or under torchrun, all ranks must call this, in the
@@ -163,8 +163,8 @@ class Snapshot(SnapshotHandle):
         all ranks. Rank 0's ``metadata``, ``overwrite``, ``resume`` and storage-related options
         apply.
 
-        Files of other programs are not touched. After the commit, garbage of older attempts is
-        deleted, which takes at most 5 seconds of the call. If ``path`` had no snapshot, complete
+        Files of other programs are not touched. After the commit, the garbage of older attempts is
+        deleted, which delays the return by at most 5 seconds. If ``path`` had no snapshot, complete
         attempts are kept, with a warning, because they may be copies that lack their commit object.
 
         Args:
@@ -175,9 +175,9 @@ class Snapshot(SnapshotHandle):
                 DistributedDataParallel.
             overwrite: Replace a committed snapshot at ``path``. It stays valid until the commit. If
                 several saves are pending, the one called last remains.
-            resume: Send only data that an earlier, dead save to ``path`` has not stored. Works if
-                the storage can verify and copy data on the server (``s3://``, ``gs://``), for any
-                app state. By passing it, you assert that no job still saves to ``path``: attempts
+            resume: Send only data that an earlier save to ``path``, now dead, has not stored. Works
+                for any app state, if the storage can verify and copy data on the server (``s3://``,
+                ``gs://``). By passing it, you assert that no job still saves to ``path``: attempts
                 of other hosts count as dead, and may fail if they are not.
             step: Training step of the state, returned by ``Snapshot.step``. The ranks compare it.
                 Without it, a save that one rank skips is not detected if all saves have the same
@@ -344,14 +344,14 @@ class Snapshot(SnapshotHandle):
         An optimizer of such parameters must already have its state (``prime_optimizer``).
 
         Leaves that are neither sharded nor replicated are private to the rank that saved them. A
-        rank that did not save gets the private leaves that all ranks saved with equal content. Its
-        other private leaves are missing; a line in ``mismatched`` explains this. Its ``RNGState``
-        leaves the generators unchanged (``RestoreReport.kept``), so seed them.
+        rank that did not save gets the private leaves that all saving ranks saved with equal
+        content. Its other private leaves are missing, and a line in ``mismatched`` explains this.
+        Its ``RNGState`` leaves the generators unchanged (``RestoreReport.kept``), so seed them.
 
-        If tensors share memory but were saved separately, only one keeps the memory: a module's
-        tensor, otherwise the first. The others are replaced on the same device. A module's tensor
-        that would have to be replaced is mismatched; with ``strict=False``, the memory then holds
-        the value that the module loaded last.
+        If tensors share memory but were saved separately, only one keeps that memory: a module's
+        tensor if there is one, otherwise the first. The others get new memory on the same device. A
+        module's tensor that would need new memory is mismatched; with ``strict=False``, the memory
+        then holds the value that the module loaded last.
 
         Args:
             app_state: Statefuls by key.
@@ -492,7 +492,7 @@ class Snapshot(SnapshotHandle):
     async def get_manifest(self, *, rank: int | None = None) -> dict[str, Entry]:
         """Returns every entry by ``"<rank>/<path>"``.
 
-        An entry takes about 1 KB of memory, so the entries of thousands of ranks take gigabytes. If
+        An entry takes about 1 KB of memory, so those of thousands of ranks take gigabytes. If
         one rank stored several shards of a tensor, they are named ``"<rank>/<path>@<offsets>"``.
 
         Args:
@@ -749,8 +749,8 @@ class Snapshot(SnapshotHandle):
         (``docs/migrate/export.md``). All other bytes are read, compared, converted and sent, within
         ``Options.memory_budget_bytes``.
 
-        If tensors are the same memory (tied weights), only the first name is written. Plain values
-        and other leaves that are not tensors are left out, and reported.
+        If tensors share the same memory (tied weights), only the first name is written. Plain
+        values and other leaves that are not tensors are left out, and reported.
 
         Args:
             path: A folder, in any storage.
@@ -816,7 +816,7 @@ class Snapshot(SnapshotHandle):
             replace_damaged: Replace a damaged commit object, which may have named another attempt.
 
         Raises:
-            UsageError: An argument is invalid. Or an argument is needed, because several attempts
+            UsageError: An argument is invalid. Or an argument is missing, because several attempts
                 are complete, the world size is unknown, or the attempt may still be running. The
                 error names the argument.
             ObjectExists: A snapshot is already committed.

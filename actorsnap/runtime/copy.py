@@ -87,11 +87,12 @@ class CopyEvent(msgspec.Struct, frozen=True, kw_only=True):
     """A step of a copy.
 
     Attributes:
-        kind: ``begun``: the amount of work is known; ``moved``: bytes arrived; ``copied``: an
-            object is complete; ``skipped``: it was complete before; ``committed``: the last event.
-        key: Of the object; empty for other events.
-        nbytes: Size of the object, or bytes moved; else 0.
-        done_bytes, total_bytes: Bytes of the snapshot; skipped bytes count as done.
+        kind: ``begun``: the amount of work is known. ``moved``: bytes have arrived. ``copied``: an
+            object is complete. ``skipped``: an object was complete before. ``committed``: the last
+            event.
+        key: Key of the object. Empty if the event concerns no object.
+        nbytes: Size of the object, or bytes moved. Otherwise 0.
+        done_bytes, total_bytes: Bytes of the snapshot. Skipped bytes count as done.
     """
 
     kind: CopyEventKind
@@ -105,10 +106,10 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a copy.
 
     Attributes:
-        attempt: The same on both sides.
-        was_there: The copy was already committed; nothing was done.
-        num_copied, copied_bytes: Objects sent.
-        num_skipped, skipped_bytes: Intact objects of an interrupted copy.
+        attempt: Name of the attempt, the same on both sides.
+        was_there: True if the copy was already committed, so nothing was done.
+        num_copied, copied_bytes: Number and size of the objects sent.
+        num_skipped, skipped_bytes: Those of the objects that an interrupted copy had completed.
     """
 
     attempt: str

@@ -64,13 +64,14 @@ class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of an export.
 
     Attributes:
-        files: Keys below the destination.
+        files: Keys of the written files, relative to the destination.
         num_tensors: Tensors written.
-        nbytes: Of all files.
-        copied_bytes: Of them, copied inside the storage: they did not pass through this process,
-            and were compared with the snapshot's checksums only if the storage tells its own.
-        left_out: Paths of values that the format does not have.
-        tied: Names of tensors that are not written because they are another one, by that one's.
+        nbytes: Size of all files.
+        copied_bytes: Bytes copied within the storage, without passing through this process. They
+            were compared with the snapshot's checksums only if the storage reports its own.
+        left_out: Paths of values that the format cannot hold.
+        tied: Maps the name of a written tensor to the names of tensors that are left out because
+            they share its memory.
     """
 
     files: tuple[str, ...]

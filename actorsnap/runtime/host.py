@@ -347,8 +347,9 @@ def _wrap_fatal(error: BaseException, where: str) -> RuntimeError:
 def shutdown() -> None:
     """Waits for pending saves, then stops the runtime's threads and frees its memory.
 
-    Runs at interpreter exit; the next call starts a new runtime. Running saves are finished, or
-    aborted with ``Options.at_exit="abort"``. Failures are logged.
+    Runs at interpreter exit. If you call it earlier, the next call of actorsnap starts a new
+    runtime. Running saves are finished, or aborted with ``Options.at_exit="abort"``. Failures are
+    logged.
     """
     host = Host._instance
     if host is None or host.pid != os.getpid():

@@ -46,9 +46,9 @@ class Step:
 def step() -> Step:
     """Marks a training step, for ``Options.max_slowdown``: ``with actorsnap.step(): ...``.
 
-    Measures its time, also across an ``await``; steps that raise do not count. Mark all steps, with
-    and without a running save, and always the same work, without evaluations. One training loop per
-    process. Takes microseconds; never blocks.
+    Measures the time of the step, including any ``await``. Steps that raise do not count. Mark
+    every step, also while no save is running. Always mark the same work, without evaluations. Use
+    it in one training loop per process. Takes microseconds and never blocks.
     """
     return Step()
 

@@ -74,11 +74,11 @@ class RecoverReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a recovery.
 
     Attributes:
-        attempt: The recovered one.
+        attempt: Name of the recovered attempt.
         world_size: Number of ranks that saved.
-        step: Of ``take``.
-        created: Start of the attempt; UTC, ISO 8601.
-        num_objects: Of data.
+        step: The ``step`` passed to ``take``.
+        created: Start of the attempt, in UTC and ISO 8601 format.
+        num_objects: Number of data objects.
         nbytes: Bytes compared with checksums.
     """
 

@@ -99,20 +99,20 @@ class _LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RestoreReport(_LeftOut, frozen=True, kw_only=True):
-    """The parts of app state and snapshot that a restore left out.
+    """The parts of the app state and of the snapshot that a restore left out.
 
     Attributes:
-        missing: Paths of modules and ``StateDict``s that the snapshot lacks; they keep their
+        missing: Paths of modules and ``StateDict``s that the snapshot lacks. They keep their
             values.
-        unexpected: Paths of the snapshot without a place in a module; not restored.
-        mismatched: One line each, for
+        unexpected: Paths of the snapshot that have no place in a module. They are not restored.
+        mismatched: One line for each of these:
 
-            - a leaf of another kind, dtype or shape; it keeps its value.
-            - an optimizer of another class, or that cannot take the state; it keeps its values.
-            - two leaves of modules that share memory in the app state only; the last one wins.
-        kept: A line per ``RNGState`` that keeps its generators' states, because only other ranks
-            saved theirs: seed them. Does not fail a strict restore.
-        nbytes: Bytes read into place.
+            - a leaf with another kind, dtype or shape, which keeps its value.
+            - an optimizer that has another class or cannot use the state. It keeps its values.
+            - two leaves of modules that share memory only in the app state. The last one wins.
+        kept: One line for each ``RNGState`` whose generators are unchanged, because only other
+            ranks saved theirs. Seed them. Does not make a strict restore fail.
+        nbytes: Bytes read into the app state.
     """
 
     kept: tuple[str, ...] = ()
@@ -120,18 +120,18 @@ class RestoreReport(_LeftOut, frozen=True, kw_only=True):
 
 
 class RestorePlan(_LeftOut, frozen=True, kw_only=True):
-    """A preview of a restore, over all its ranks.
+    """A preview of a restore on all its ranks.
 
     Attributes:
-        mode: ``"direct"``: every rank reads its own ranges; ``"shared"``: ranks read common ranges
+        mode: ``"direct"``: every rank reads its own ranges. ``"shared"``: ranks read common ranges
             once and send them to each other.
-        reason: How many ranks want how many bytes in common.
-        bytes_needed: Bytes to put into the app states.
+        reason: Explanation of ``mode``: how many ranks need the same bytes, and how many bytes.
+        bytes_needed: Bytes to restore into the app states.
         bytes_read: Bytes to read from the storage, in whole checksum blocks or compressed frames.
-        num_requests: To the storage.
-        bytes_read_by_rank: ``bytes_read``, by rank.
-        missing, unexpected, mismatched: See ``IncompatibleState``. Lines of some ranks only begin
-            with the rank.
+        num_requests: Number of read requests to the storage.
+        bytes_read_by_rank: ``bytes_read`` of each rank.
+        missing, unexpected, mismatched: See ``IncompatibleState``. A line that applies only to some
+            ranks begins with the rank.
     """
 
     mode: str
@@ -143,7 +143,7 @@ class RestorePlan(_LeftOut, frozen=True, kw_only=True):
 
     @property
     def read_amplification(self) -> float:
-        """Below 1 if ranks share bytes."""
+        """Bytes read per byte needed. Below 1 if ranks share bytes."""
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
 

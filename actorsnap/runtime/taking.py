@@ -387,8 +387,8 @@ def _was_guarded(optimizer: Any) -> bool:
 class Guard:
     """The hooks of ``PendingSnapshot.guard`` in optimizers.
 
-    A hook removes itself after the first step that finds everything copied or the save ended; the
-    context manager removes the others on exit.
+    A hook removes itself after the first step that finds everything copied or the save ended. As a
+    context manager, this removes the remaining hooks on exit.
     """
 
     def __init__(self, host: Host, fence: Fence | None, optimizers: Sequence[Any]) -> None:
@@ -410,8 +410,8 @@ class Guard:
             raise
 
     def remove(self) -> None:
-        """Removes the hooks. A later step that changes uncopied tensors aborts the save. Not while
-        an optimizer steps in another thread.
+        """Removes the hooks. A later step that changes uncopied tensors aborts the save. Do not
+        call this while an optimizer steps in another thread.
         """
         for hook in self._hooks:
             hook.remove()

@@ -52,13 +52,14 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a verification.
 
     Attributes:
-        level: ``quick``: index, existence and sizes; ``full``: every byte, and whether each rank
-            can restore its entries.
+        level: ``quick`` checks the index, and the existence and sizes of objects. ``full`` checks
+            every byte, and whether each rank can restore its entries.
         num_objects: Data objects checked.
-        nbytes: Bytes read, and compared with checksums if there are any; 0 if ``quick``.
-        has_checksums: False for a checkpoint of another format: there is nothing to compare with.
+        nbytes: Bytes read, and compared with checksums if there are any. 0 if ``quick``.
+        has_checksums: False for a checkpoint in another format, which has nothing to compare with:
             ``quick`` checks that all bytes are there, ``full`` also reads them.
-        problems: An error per damaged or missing object, and per entry that cannot be restored.
+        problems: One error for each damaged or missing object, and for each entry that cannot be
+            restored.
     """
 
     level: str
