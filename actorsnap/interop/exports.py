@@ -130,8 +130,8 @@ def export_torch(
 
     ``torch.load(path, weights_only=True)`` and ``mmap=True`` read it. Tensors that share memory
     share it there; sharded ones are whole. Tensors are row-major (a memory format such as channels
-    last is lost) and on the CPU, and are those that rank 0 may read, with leaves that one other
-    rank has alone (pipelines).
+    last is lost) and on the CPU. They are those that rank 0 may read, plus leaves that only one
+    other rank has (pipelines).
 
     Args:
         snapshot: Of either facade; with that of ``actorsnap.sync`` the call blocks.
@@ -215,7 +215,7 @@ def export_dcp(
         snapshot, key, rename, overwrite, storage_options, progress: See ``export_torch``.
 
     Raises:
-        UsageError: As in ``export_torch``; or two leaves have one name of DCP's.
+        UsageError: As in ``export_torch``; or DCP gives two leaves the same name.
         ObjectExists: There is a DCP checkpoint at ``path``, perhaps a part of one.
         NotASnapshot, FormatError, ChecksumMismatch, StorageError: See ``Snapshot.export_hf``.
     Cancellation: As after a failure, the files are deleted. A process that dies leaves no

@@ -36,13 +36,13 @@ _ALONE = "model"
 class ActorsnapSaver:
     """Saves checkpoints as snapshots in a folder, in the background; for ``Checkpoint``.
 
-    At most one save is in flight. An error of it is raised by the next save and by ``wait``: call
-    that at the end, or use the saver in a ``with`` block. ``n_saved`` holds: a checkpoint is
+    At most one save is in flight. Its error is raised by the next save and by ``wait``: call
+    ``wait`` at the end, or use the saver in a ``with`` block. ``n_saved`` holds: a checkpoint is
     removed after the commit of the one that replaces it.
 
     Args:
         folder: A folder or URL.
-        save_on_rank: The rank that saves, alone; on others calls do nothing. Any rank may load.
+        save_on_rank: The only rank that saves; on others, calls do nothing. Any rank may load.
         storage_options, options: See ``actorsnap.Snapshot``.
     """
 

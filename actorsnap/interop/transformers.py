@@ -78,7 +78,7 @@ class ActorsnapTrainer(transformers.Trainer):  # type: ignore[misc]
     A save returns when the state is copied; the next one, and the end of training, wait until it is
     committed, and raise its error. Rotation (``save_total_limit``) follows each commit.
     ``train(resume_from_checkpoint=True)`` takes the newest whole checkpoint; those that the Trainer
-    itself wrote are still read. Of several ranks, all see ``output_dir``.
+    itself wrote are still read. All ranks must see ``output_dir``.
 
     Args:
         snapshot_options: See ``actorsnap.Snapshot``.

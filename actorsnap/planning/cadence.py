@@ -106,7 +106,7 @@ class SaveAt(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class SaveFirst(SavePolicy):
-    """Saves at the first step of each run, also of one that continues a snapshot."""
+    """Saves at the first step of each run, including one that continues a snapshot."""
 
     def due(self, step: int, *, is_first: bool) -> str:
         return "first step" if is_first else ""
@@ -187,7 +187,7 @@ class AskedPolicy(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class SaveMinutes(AskedPolicy):
-    """Saves when the last save was begun at least ``t`` minutes ago."""
+    """Saves when the last save began at least ``t`` minutes ago."""
 
     t: float
 
@@ -225,7 +225,7 @@ class SavePace(AskedPolicy):
 
 @dataclass(frozen=True, slots=True)
 class SaveOverhead(AskedPolicy):
-    """Saves so often that saves cost the trainer this part of its time.
+    """Spaces saves so that they cost the trainer this share of its time.
 
     The first save is due at once, and is measured.
     """
