@@ -11,13 +11,14 @@ import ast
 import re
 from collections.abc import Iterator
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
 from typer.testing import CliRunner
 
-from actorsnap import StateDict
+from actorsnap import RNGState, StateDict
 from actorsnap.cli import app
 from actorsnap.sync import Snapshot
 from tests.pages import ROOT, blocks
@@ -151,10 +152,12 @@ def test_the_page_of_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     model = torch.nn.Linear(2, 3)
     optimizer = torch.optim.AdamW(model.parameters())
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "old.pt")
-    (shown,) = blocks(text)
+    run = {"model": model, "optimizer": optimizer, "rng": RNGState()}
+    Snapshot.take("runs/7/step-0000000900.g1", run)
     (tmp_path / "hf" / "model.safetensors").unlink()
     (tmp_path / "hf").rmdir()
-    for session in shown.removeprefix("$ ").split("\n$ "):
+    shown = [block.removeprefix("$ ").split("\n$ ") for block in blocks(text)]
+    for session in chain.from_iterable(shown):
         command, _, expected = session.partition("\n")
         program, *arguments = command.split()
         assert program == "actorsnap"
