@@ -335,10 +335,10 @@ async def run_on_loop(host: Host, script: Script[T]) -> T:
 def allow_in_running_loop() -> None:
     """Lets the calls of ``actorsnap.sync`` block running event loops, in the whole process.
 
-    For synchronous frameworks in a program with an event loop. A call blocks its thread's loop
-    until it returns, and async calls on that loop wait; the runtime has its own. Same as
-    ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1``. Under ``asyncio.run`` the first Ctrl-C takes effect after
-    the call, the second one at once.
+    Use this for synchronous frameworks in a program with an event loop. A call blocks the loop of
+    its thread until it returns, so async calls on that loop wait. actorsnap's own loop continues.
+    Same as ``ACTORSNAP_ALLOW_IN_RUNNING_LOOP=1``. Under ``asyncio.run``, the first Ctrl-C takes
+    effect after the call, the second one at once.
     """
     global _is_blocking_allowed
     _is_blocking_allowed = True

@@ -29,13 +29,13 @@ _ABSENT: Final[Any] = object()
 class NamedRecord:
     """A stored dataclass instance, namedtuple or enum member, without its class.
 
-    What ``Snapshot.read_object`` and ``get_state_dict_for_key`` return for classes that are not in
-    ``Options.allowed_types``. Saving one stores the record again.
+    ``Snapshot.read_object`` and ``get_state_dict_for_key`` return it for classes that are not in
+    ``Options.allowed_types``. Saving a ``NamedRecord`` stores the same record again.
 
     Attributes:
-        module, qualname: Of the class.
-        fields: Values by name, in order. An enum member has ``name`` and, if it is a plain one,
-            ``value``; a flag has ``value`` only.
+        module, qualname: Module and qualified name of the class.
+        fields: Values by name, in order. An enum member has ``name`` and, if its value is a plain
+            one, ``value``. A flag has only ``value``.
     """
 
     module: str
