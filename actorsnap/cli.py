@@ -349,13 +349,18 @@ def cat(
     option: StorageOption = None,
 ) -> None:
     """Print one object of a snapshot. Without --raw, long bytes are cut off."""
-    from actorsnap.sync import Snapshot  # torch
-
     with errors():
         if raw and as_json:
             raise UsageError("--raw and --json exclude each other")
-        snapshot = Snapshot(path, storage_options=parse_storage_options(option), options=options())
-        value = snapshot.read_object(object)
+        entry = None if raw else _find_value(make_source(path, option), object)
+        if entry is not None:
+            value: Any = entry.value
+        else:
+            from actorsnap.sync import Snapshot  # torch
+
+            storage_options = parse_storage_options(option)
+            snapshot = Snapshot(path, storage_options=storage_options, options=options())
+            value = snapshot.read_object(object)
         if raw:
             data = output.raw_bytes(value)
             sys.stdout.flush()
@@ -366,6 +371,21 @@ def cat(
         else:
             sys.stdout.write(f"{output.value_text(value)}\n")
 
+
+def _find_value(source: Source, path: str) -> ValueEntry | None:
+    """Returns the entry of a number, text, bool or None, which needs no torch to be read."""
+    rank, _, rest = path.partition("/")
+    if not (rest and rank.isascii() and rank.isdecimal()):
+        rank, rest = "0", path
+    if int(rank) >= run(reading.load_commit(source)).world_size:
+        return None
+    entry = run(reading.get_manifest(source, int(rank))).get(f"{int(rank)}/{rest}")
+    if isinstance(entry, ValueEntry) and isinstance(entry.value, _PLAIN):
+        return entry
+    return None
+
+
+_PLAIN = (str, int, float, type(None))
 
 OverwriteOption = Annotated[
     bool, typer.Option("--overwrite", help="Replace an existing snapshot or export at DST.")

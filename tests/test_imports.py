@@ -130,6 +130,7 @@ def test_commands_without_tensors_import_no_torch(tmp_path: Path) -> None:
     commands: list[list[str]] = [
         *(["ls", one], ["ls", str(tmp_path / "all")], ["ls", "--json", one]),
         *(["inspect", one], ["inspect", "--json", one]),
+        *(["cat", one, "s/log/1"], ["cat", "--json", one, "0/s/log/0"]),
         *(["verify", one], ["verify", "--all", str(tmp_path / "all")]),
         *(["diff", one, one], ["cp", one, copy], ["rm", "--yes", copy], ["rm", "--garbage", one]),
         *(["ls", str(tmp_path / "empty")], ["rm", "--yes", str(tmp_path / "empty")]),
