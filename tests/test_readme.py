@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.pages import ROOT, blocks, play
+from actorsnap.manager.sync import CheckpointManager
+from tests.pages import ROOT, blocks, play, run_python
 
 TEXT = (ROOT / "README.md").read_text()
 
@@ -25,14 +26,16 @@ def test_it_runs_from_top_to_bottom(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
     skip = r"://|init_process_group|pip install"
-    assert play(TEXT, names, "README.md", skip=skip) == 2
-    assert names["manager"].all_steps() == [700, 800, 900]
+    assert play(TEXT, names, "README.md", skip=skip) == 3
     assert names["found"] is None
+    for root in ("runs/7", "runs/8"):
+        assert CheckpointManager(root, names["app_state"]).all_steps() == [700, 800, 900]
     # "Kill it and start it again"
-    script = blocks(TEXT, "python")[0]
-    exec(compile(script, "README.md", "exec"), names)
-    found: Any = names["found"]
-    assert found.step == 900
+    for block in blocks(TEXT, "python")[:2]:
+        names["found"] = None
+        run_python(block.partition("snapshot = ")[0], names, "README.md")
+        found: Any = names["found"]
+        assert found.step == 900
 
 
 def test_it_stays_short() -> None:
