@@ -10,12 +10,14 @@ import ast
 import re
 import tomllib
 from pathlib import Path
+from types import ModuleType
 
 import nbformat
 import pytest
 from nbclient import NotebookClient
 
-from actorsnap import errors
+import actorsnap
+from actorsnap import errors, manager
 from actorsnap.manager import every, keep, notices
 from docs import generate_reference
 from docs.hooks import generated_pages, troubles_of
@@ -146,6 +148,24 @@ def test_the_reference_has_each_policy_and_watcher() -> None:
         for name in [name for name in vars(holder) if not name.startswith("_")]:
             assert f"### `{holder.__name__}.{name}(" in page
     assert "notices.signals" in page
+
+
+@pytest.mark.parametrize("module", [actorsnap, manager], ids=lambda module: module.__name__)
+def test_each_public_name_has_an_entry_and_a_docstring(module: ModuleType) -> None:
+    """Errors, policies, watchers and options have pages, or sections, of their own."""
+    elsewhere = {*errors.__all__, "Options", "__version__", "every", "from_env", "keep", "notices"}
+    pages = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
+    entries = set(re.findall(rf"^::: {re.escape(module.__name__)}\.(\w+)$", pages, re.MULTILINE))
+    names = {*module.__all__} - elsewhere
+    assert sorted(names - entries) == []
+    undescribed = []
+    for name in names:
+        made = getattr(module, name)
+        own = vars(made).get("__doc__") if isinstance(made, type) else made.__doc__
+        if not own:  # pages would show an inherited one
+            undescribed.append(name)
+    assert undescribed == []
+    assert "`actorsnap.from_env()`" in pages
 
 
 def test_the_reference_of_errors_has_one_tree() -> None:

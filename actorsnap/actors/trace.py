@@ -25,6 +25,8 @@ logger = Log(__name__)
 
 
 class Phase(StrEnum):
+    """Phases of a save; see ``Progress``."""
+
     STAGING = "staging"
     STORING = "storing"
     COMMITTED = "committed"

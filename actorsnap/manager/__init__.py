@@ -83,7 +83,7 @@ class Decision:
 
 
 class ManagerHandle:
-    """What both facades share. See ``CheckpointManager``."""
+    """Base class of both ``CheckpointManager`` classes, for type annotations."""
 
     def __init__(
         self,

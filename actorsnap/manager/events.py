@@ -18,6 +18,8 @@ _MAX_KEPT = 1000
 
 
 class EventKind(StrEnum):
+    """Kinds of ``ManagerEvent``."""
+
     DECIDED = "decided"
     """A save begins; the detail is the reason."""
     STAGED = "staged"

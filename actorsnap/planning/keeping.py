@@ -32,7 +32,11 @@ from actorsnap.format.steps import StepName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredStep:
-    """A committed snapshot at a root. ``created_s`` in seconds since 1970, UTC."""
+    """A committed snapshot at a root, as ``KeepPolicy`` sees it.
+
+    Attributes:
+        created_s: Time of its creation, in seconds since 1970, UTC.
+    """
 
     name: StepName
     created_s: float

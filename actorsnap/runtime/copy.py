@@ -76,6 +76,8 @@ _UNCLAIMED = (
 
 
 class CopyEventKind(StrEnum):
+    """Kinds of ``CopyEvent``."""
+
     BEGUN = "begun"
     MOVED = "moved"
     COPIED = "copied"
