@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from actorsnap import sync
 from actorsnap.errors import NotASnapshot, UsageError
 from actorsnap.options import Options
+from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.state.stateful import RNGState, Stateful
 
 try:
@@ -75,6 +76,7 @@ def replicated(accelerator: accelerate.Accelerator) -> list[str]:
     return [f"{key}/**" for key in keys]
 
 
+@short_traceback
 def save_state(
     accelerator: accelerate.Accelerator,
     output_dir: str | os.PathLike[str],
@@ -109,6 +111,7 @@ def save_state(
     )
 
 
+@short_traceback
 def async_save_state(
     accelerator: accelerate.Accelerator,
     output_dir: str | os.PathLike[str],
@@ -134,6 +137,7 @@ def async_save_state(
     )
 
 
+@short_traceback
 def load_state(
     accelerator: accelerate.Accelerator,
     input_dir: str | os.PathLike[str],

@@ -59,6 +59,7 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag, make_location
 from actorsnap.runtime.script import run_async, run_sync
 from actorsnap.runtime.source import OpenSource, Source, begins_anew
+from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.snapshot import Snapshot, SnapshotHandle
 from actorsnap.state import objects
 from actorsnap.state.restore.build import prepare
@@ -116,6 +117,7 @@ def export_torch(
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> ExportReport: ...
+@short_traceback
 def export_torch(
     snapshot: SnapshotHandle,
     path: str | os.PathLike[str],
@@ -195,6 +197,7 @@ def export_dcp(
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> ExportReport: ...
+@short_traceback
 def export_dcp(
     snapshot: SnapshotHandle,
     path: str | os.PathLike[str],

@@ -18,6 +18,7 @@ from actorsnap import sync
 from actorsnap.interop import checkpoints
 from actorsnap.interop.checkpoints import Checkpoints
 from actorsnap.options import Options
+from actorsnap.runtime.tracebacks import short_traceback
 
 __all__ = ["ActorsnapSaver"]
 
@@ -99,6 +100,7 @@ class ActorsnapSaver:
         if self._is_saving:
             self._replaced.append(filename)
 
+    @short_traceback
     def load(self, filename: str) -> dict[str, Any]:
         """Returns a checkpoint for ``Checkpoint.load_objects``, in new CPU memory.
 
@@ -126,6 +128,7 @@ class ActorsnapSaver:
         )
         return None if path is None else os.path.basename(path)
 
+    @short_traceback
     def wait(self) -> None:
         """Waits until the latest save is committed, and removes what waits for it.
 

@@ -25,6 +25,7 @@ from actorsnap import sync
 from actorsnap.errors import UsageError
 from actorsnap.interop.checkpoints import Checkpoints, latest, read_checkpoint
 from actorsnap.options import Options
+from actorsnap.runtime.tracebacks import short_traceback
 
 __all__ = ["ActorsnapCheckpointIO", "latest", "load_from_checkpoint"]
 
@@ -123,6 +124,7 @@ class ActorsnapCheckpointIO:
         self.wait()
 
 
+@short_traceback
 def load_from_checkpoint(
     cls: Any,
     path: str | os.PathLike[str],

@@ -16,6 +16,7 @@ from actorsnap import sync
 from actorsnap.errors import UsageError
 from actorsnap.options import Options
 from actorsnap.runtime.location import AppState
+from actorsnap.runtime.tracebacks import short_traceback
 
 __all__ = ["ActorsnapReporter"]
 
@@ -56,6 +57,7 @@ class ActorsnapReporter:
         self._options = options
         self._names: set[str] | None = None
 
+    @short_traceback
     def report(self, metrics: Mapping[str, Any], app_state: AppState, *, step: int) -> None:
         """Waits for the previous save, copies the state, and returns. All workers call it together.
 
@@ -108,6 +110,7 @@ class ActorsnapReporter:
             delete_local_checkpoint_after_upload=False,  # Ray's default here is True
         )
 
+    @short_traceback
     def restore(self, app_state: AppState) -> int | None:
         """Restores the latest reported checkpoint. All workers call it together.
 
@@ -128,6 +131,7 @@ class ActorsnapReporter:
         snapshot.restore(app_state)
         return snapshot.step
 
+    @short_traceback
     def wait(self) -> None:
         """Waits until the latest save is committed.
 

@@ -22,6 +22,7 @@ from actorsnap.interop.checkpoints import Held, read_whole
 from actorsnap.interop.formats.describing import DEFAULT_KEY
 from actorsnap.interop.formats.pickles import TorchMark, top_level
 from actorsnap.options import Options
+from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.state.process_group import Group
 
 __all__ = ["load", "save"]
@@ -29,6 +30,7 @@ __all__ = ["load", "save"]
 MapLocation: TypeAlias = str | torch.device | Callable[[Any, str], Any] | None
 
 
+@short_traceback
 def save(
     obj: Any,
     f: str | os.PathLike[str],
@@ -76,6 +78,7 @@ def save(
     )
 
 
+@short_traceback
 def load(
     f: str | os.PathLike[str],
     map_location: MapLocation = None,

@@ -21,6 +21,7 @@ from actorsnap.manager import SavePolicy, Watcher, every, keep, notices, sync
 from actorsnap.manager.results import check_training_step
 from actorsnap.runtime.location import AppState, check_flag
 from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.state.optim import prime_optimizer
 from actorsnap.state.stateful import StateDict, Stateful
 
@@ -110,6 +111,7 @@ class CheckpointManager:
         is_preempted = self.chkpt_on_preemption and self.reached_preemption(step)
         return step % self.save_interval == 0 or is_preempted
 
+    @short_traceback
     def save(self, step: int, state_dict: Mapping[str, Any], force: bool = False) -> bool:
         """Saves a due step; returns when it is committed and verified.
 
@@ -131,6 +133,7 @@ class CheckpointManager:
             self.join()
         return is_taken
 
+    @short_traceback
     def save_async(self, step: int, state_dict: Mapping[str, Any], force: bool = False) -> bool:
         """Copies the state of a due step; the rest is stored in the background.
 
@@ -152,6 +155,7 @@ class CheckpointManager:
         self._saved = step
         return True
 
+    @short_traceback
     def restore(self, step: int, state_dict: MutableMapping[str, Any]) -> None:
         """Reads a saved step into ``state_dict``, in place.
 
@@ -176,6 +180,7 @@ class CheckpointManager:
         """
         return sorted({*self._manager.all_steps()})
 
+    @short_traceback
     def join(self) -> None:
         """Waits until all saves are committed, and what goes is deleted.
 

@@ -33,7 +33,7 @@ from actorsnap.runtime.host import (
     interruptible,
     wait_done,
 )
-from actorsnap.runtime.tracebacks import shorten
+from actorsnap.runtime.tracebacks import short_traceback, shorten
 from actorsnap.storage.registry import without_secrets
 
 T = TypeVar("T")
@@ -281,30 +281,15 @@ def blocking_facade(of: type) -> Callable[[type[T]], type[T]]:
             is_public = not name.startswith("_")
             doc = _blocking_doc(inspect.getdoc(getattr(of, name))) if is_public else None
             if isinstance(value, property) and value.fget is not None:
-                short = property(_short(value.fget, doc), doc=doc)
+                short = property(short_traceback(value.fget, doc), doc=doc)
                 setattr(facade, name, short)
             elif isinstance(value, classmethod):
-                setattr(facade, name, classmethod(_short(value.__func__, doc)))
+                setattr(facade, name, classmethod(short_traceback(value.__func__, doc)))
             elif inspect.isfunction(value):
-                setattr(facade, name, _short(value, doc))
+                setattr(facade, name, short_traceback(value, doc))
         return facade
 
     return complete
-
-
-def _short(function: Callable[P, T], doc: str | None) -> Callable[P, T]:
-    """Returns the function with short tracebacks, and another docstring."""
-
-    @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return function(*args, **kwargs)
-        except (Exception, KeyboardInterrupt) as error:
-            shorten(error)
-            raise  # without this frame
-
-    call.__doc__ = doc or function.__doc__
-    return call
 
 
 _AWAITED = re.compile(r"\b(?:await |async (?=with |for ))")

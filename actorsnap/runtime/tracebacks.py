@@ -9,17 +9,37 @@ errors are bugs, and keep all frames.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from types import TracebackType
+from typing import ParamSpec, TypeVar
 
 from actorsnap.errors import ActorSnapError
 from actorsnap.log import Log
 
 logger = Log(__name__)
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 _OURS = "actorsnap"
 _PLUMBING = ("anyio", "asyncio", "concurrent", "contextlib", "threading")
 """Top-level modules whose frames are dropped between frames of ours."""
+
+
+def short_traceback(function: Callable[P, T], doc: str | None = None) -> Callable[P, T]:
+    """Returns the function with short tracebacks and, if given, another docstring."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except (Exception, KeyboardInterrupt) as error:
+            shorten(error)
+            raise  # without this frame
+
+    call.__doc__ = doc or function.__doc__
+    return call
 
 
 def shorten(error: BaseException) -> None:

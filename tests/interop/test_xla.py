@@ -179,7 +179,7 @@ def test_restores_in_place(root: Path) -> None:
     held = {**state(0.0), "epoch": 0, "scale": torch.tensor(0.0), "lrs": [0.0]}
     parts = [held["model"], held["model"]["deep"], held["lrs"]]
     tensors = [held["model"]["w"], held["model"]["deep"]["b"], held["scale"]]
-    assert manager(root).restore(0, held) is None  # type: ignore[func-returns-value]
+    assert manager(root).restore(0, held) is None
     assert [held["model"], held["model"]["deep"], held["lrs"]] == parts
     assert held["model"] is parts[0]
     assert held["model"]["deep"] is parts[1]

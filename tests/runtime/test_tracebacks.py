@@ -25,6 +25,8 @@ from actorsnap import (
     StorageError,
     sync,
 )
+from actorsnap.interop import exports, torchsnapshot
+from actorsnap.interop import torch as interop_torch
 from actorsnap.manager.sync import CheckpointManager, every
 from actorsnap.runtime import host, value_reading
 from actorsnap.testing.faults import FaultyStorage
@@ -52,6 +54,13 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "step": lambda path: sync.Snapshot(path / "no").step,
     "list": lambda path: sync.Snapshot.list(path, options=3),  # type: ignore[arg-type]
     "manager": lambda path: CheckpointManager(path / "m", STATE, save=every.steps(1)).restore(7),
+    "torch.load": lambda path: interop_torch.load(path / "no"),
+    "torch.load of a number": lambda path: interop_torch.load(3),  # type: ignore[arg-type]
+    "torch.save": lambda path: interop_torch.save(object(), path / "s"),
+    "torchsnapshot": lambda path: torchsnapshot.Snapshot.take(
+        str(path / "t"), {}, _custom_tensor_prepare_func=print
+    ),
+    "export": lambda path: exports.export_torch(sync.Snapshot(path / "no"), path / "x.pt"),
 }
 ASYNC: dict[str, Callable[[Path], Awaitable[Any]]] = {
     "take": lambda path: Snapshot.take(path / "s", STATE),

@@ -21,6 +21,7 @@ from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.runtime.reading import each_manifest
 from actorsnap.runtime.script import run_sync
+from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.state.stateful import Stateful
 
 logger = Log(__name__)
@@ -55,6 +56,7 @@ class Snapshot:
         self._named: Named | None = None
 
     @classmethod
+    @short_traceback
     def take(
         cls,
         path: str,
@@ -93,6 +95,7 @@ class Snapshot:
         return cls(path, pg, storage_options, options=options)
 
     @classmethod
+    @short_traceback
     def async_take(
         cls,
         path: str,
@@ -121,6 +124,7 @@ class Snapshot:
             )
         return PendingSnapshot(pending, cls(path, pg, storage_options, options=options))
 
+    @short_traceback
     def restore(self, app_state: dict[str, Any], strict: bool = True) -> None:
         """Reads the snapshot into ``app_state``, in place wherever a tensor fits.
 
@@ -141,6 +145,7 @@ class Snapshot:
         """``world_size``, ``version``, and ``manifest``: see ``get_manifest``. Read once."""
         return self._read_named().metadata
 
+    @short_traceback
     def get_manifest(self) -> dict[str, Record]:
         """Returns the entries of all ranks by ``"<rank>/<path>"``, in torchsnapshot's terms.
 
@@ -151,6 +156,7 @@ class Snapshot:
         """
         return dict(self.metadata.manifest)
 
+    @short_traceback
     def read_object(
         self, path: str, obj_out: Any = None, memory_budget_bytes: int | None = None
     ) -> Any:
@@ -187,6 +193,7 @@ class Snapshot:
                     logger.warning("obj_out is not used: %s", error)
             return self._snapshot.read_object(place, memory_budget_bytes=budget)
 
+    @short_traceback
     def get_state_dict_for_key(self, key: str, replicate_from_rank0: bool = False) -> Any:
         """Returns the state dict that was saved under ``key``, as this rank may read it.
 
@@ -253,6 +260,7 @@ class PendingSnapshot:
         """Returns whether the outcome is known."""
         return self._pending.done()
 
+    @short_traceback
     def wait(self) -> Snapshot:
         """Waits for the outcome.
 
