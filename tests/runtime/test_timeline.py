@@ -171,7 +171,8 @@ def test_the_page_needs_nothing_else_and_runs_nothing_of_the_trace(tmp_path: Pat
     files = [tmp_path / "0.json", tmp_path / "1.json"]
     for rank, file in enumerate(files):
         tracefile.write(str(file), a_trace(rank=rank, url=evil))
-    assert run(*files, "--html", tmp_path / "t.html") == (0, "", "")
+    page_file = tmp_path / "t.html"
+    assert run(*files, "--html", page_file) == (0, f"wrote {page_file}\n", "")
     page = (tmp_path / "t.html").read_text()
     assert not re.search(r"(src|href)\s*=|https?://|@import", page)
     assert page.count("<script>") == page.count("</script>") == 1
