@@ -30,6 +30,7 @@ def test_a_model_has_as_many_layers_as_fit(gib: int, num_layers: int, hidden: in
     assert gib * 2**30 - 6 * layer < nbytes <= gib * 2**30
 
 
+@pytest.mark.slow
 def test_a_training_is_saved_and_restored(tmp_path: Path) -> None:
     with World(2) as world:
         nbytes = sum(world.call(hold, GIB))

@@ -150,6 +150,7 @@ def test_pages_within_the_prefix_cost_nothing(tmp_path: Path, reads: Reads, tens
         assert sum(reads.of(rank)) == min(size, PREFIX_BYTES)
 
 
+@pytest.mark.slow
 def test_a_table_longer_than_the_prefix(tmp_path: Path) -> None:
     many = Many("fsdp", RANKS, 3000, width=1)
     many.write(tmp_path)

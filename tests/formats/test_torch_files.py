@@ -422,6 +422,7 @@ async def test_a_tensor_beyond_its_storage(tmp_path: Path) -> None:
         await Snapshot(path).get_manifest()
 
 
+@pytest.mark.slow
 async def test_a_long_pickle_of_the_older_format(tmp_path: Path) -> None:
     """Longer than what is read at first."""
     state = {f"{number}{'x' * 100}": torch.tensor([number]) for number in range(9000)}
