@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 # Needs Python 3.11+ with venv, and make. Everything else is installed into .venv, once.
 PYTHON ?= python3
 VENV := .venv
@@ -13,6 +14,7 @@ BENCH_ARGS ?=
 UPSTREAM_ARGS ?=
 DIR ?= upstream
 DRAFT ?= --draft
+PAGES ?=
 SPDX := \# SPDX-License-Identifier: Apache-2.0
 # The site needs graphviz: CI must build it, elsewhere `make test` does without.
 SITE := $(if $(CI)$(shell command -v dot),site)
@@ -28,7 +30,7 @@ test test-all: export OMP_NUM_THREADS := 1
 # A test that hangs fails, with all stacks; one that hangs in C takes its worker down, with all stacks.
 LIMITS := --timeout=240 -o faulthandler_timeout=480 -o faulthandler_exit_on_timeout=true
 
-.PHONY: demo test test-all compiled-tests servers bench docs site changelog dist upstream-tests lint format clean
+.PHONY: demo test test-all compiled-tests servers bench docs site browser changelog dist upstream-tests lint format clean
 
 demo: $(READY)
 	$(BIN)/python examples/train_resume.py
@@ -65,6 +67,11 @@ docs: $(READY)
 # Not --quiet: warnings that are not shown are not errors, either.
 site: $(READY) $(if $(CI),servers)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+# Every page of the site in headless Chromium, at two widths; pictures in build/browser. PAGES: some
+# pages, or files that `actorsnap inspect --html` or `trace --html` wrote. Skipped without Chromium.
+browser: $(READY) $(if $(shell command -v chromium),$(if $(PAGES),,site))
+	@$(BIN)/python -m docs.browser build/browser $(PAGES)
 
 # The next release's part of CHANGELOG.md, from docs/changes. `make changelog DRAFT=` writes it there,
 # and deletes the fragments.

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Looks at the built site in headless Chromium: ``python -m docs.browser OUT [PAGE ...]``.
 
+A PAGE is a page of the site, or else a file, such as one that ``actorsnap trace --html`` wrote.
+
 Opens each page at 1280 and at 390 pixels and writes screenshots to OUT. Fails if a page logs an
 error to the console, misses a file, asks another host for anything, or is wider than the window.
 Needs ``chromium`` (Debian: ``apt-get install chromium``) and ``make site``.
@@ -12,6 +14,7 @@ import asyncio
 import base64
 import functools
 import json
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -107,7 +110,12 @@ async def look(tab: Tab, url: str, width: int) -> tuple[bytes, list[str]]:
     return base64.b64decode(shot["data"]), seen
 
 
-async def check(out: Path, pages: list[str], port: int, browser_port: int) -> int:
+def is_of_site(page: str) -> bool:
+    return not Path(page).is_absolute() and (SITE / page).is_file()
+
+
+async def check(out: Path, pages: dict[str, str], browser_port: int) -> int:
+    """Opens pages, given with their URLs; 1 if one of them does what it must not do."""
     answer = None
     for _ in range(100):
         try:
@@ -121,10 +129,9 @@ async def check(out: Path, pages: list[str], port: int, browser_port: int) -> in
     for domain in ("Page", "Network", "Runtime", "Log"):
         await tab.call(f"{domain}.enable")
     num_bad = 0
-    for page in pages:
+    for page, url in pages.items():
         for width in WIDTHS:
-            url = f"http://127.0.0.1:{port}/{page}"
-            picture = out / f"{page.replace('/', '-')}-{width}.png"
+            picture = out / f"{page.strip('/').replace('/', '-')}-{width}.png"
             async with asyncio.timeout(_PAGE_S):
                 shot, seen = await look(tab, url, width)
             await asyncio.to_thread(picture.write_bytes, shot)
@@ -137,6 +144,13 @@ async def check(out: Path, pages: list[str], port: int, browser_port: int) -> in
 
 def main() -> int:
     out, pages = Path(sys.argv[1]), sys.argv[2:]
+    if shutil.which("chromium") is None:
+        print("skipped: chromium is not installed (Debian: apt-get install chromium)")
+        return 0
+    for page in pages:
+        if not is_of_site(page) and not Path(page).is_file():
+            print(f"{page}: no page of the site, and no file")
+            return 2
     out.mkdir(parents=True, exist_ok=True)
     pages = pages or sorted(str(path.relative_to(SITE)) for path in SITE.rglob("*.html"))
     handler = functools.partial(_Quiet, directory=str(SITE))
@@ -145,6 +159,11 @@ def main() -> int:
         ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
     ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
+        host = f"http://127.0.0.1:{server.server_port}"
+        urls = {
+            page: f"{host}/{page}" if is_of_site(page) else Path(page).resolve().as_uri()
+            for page in pages
+        }
         browser_port = server.server_port + 1
         browser = subprocess.Popen(
             ["chromium", "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
@@ -153,7 +172,7 @@ def main() -> int:
             stderr=subprocess.DEVNULL,
         )
         try:
-            return asyncio.run(check(out, pages, server.server_port, browser_port))
+            return asyncio.run(check(out, urls, browser_port))
         finally:
             browser.kill()
             browser.wait()

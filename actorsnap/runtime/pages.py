@@ -34,4 +34,5 @@ def _table(title: str, rows: Sequence[Sequence[str]]) -> str:
     for number, row in enumerate(rows):
         tag = "th" if number == 0 else "td"
         lines.append("<tr>" + "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in row))
-    return f"<h2>{html.escape(title)}</h2>\n<table>\n" + "\n".join(lines) + "\n</table>\n"
+    body = "\n".join(lines)
+    return f'<h2>{html.escape(title)}</h2>\n<div class="wide">\n<table>\n{body}\n</table>\n</div>\n'
