@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: Apache-2.0
 # Installs what the tests and the site need and pip does not bring: Ceph and graphviz, as Debian packages.
 # `make servers` and CI run it; who does not want it does without, and the tests of Ceph skip.
 # Says nothing and takes no time where all is there.
