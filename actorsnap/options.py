@@ -79,7 +79,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
         memory_budget_bytes: Limit of the memory for staging copies, at least 2 MiB. Each process
             has one budget: a value applies to all its snapshots from then on. None keeps
             the current budget. The initial budget is 60 % of the memory that is free when the
-            runtime starts, within the cgroup limits, and at most 64 GiB.
+            runtime starts, within the cgroup limits, and at most 64 GiB. The ranks that
+            torchrun, Open MPI or Slurm starts on a machine have equal shares of it.
         chunk_bytes: Unit of staging and I/O, at least 2 MiB. Chunks are smaller if the budget is
             small. Reads over a network that need no staging memory grow to 64 MiB.
         num_uploaders: Largest number of chunks that are hashed and written, or fetched, at the same

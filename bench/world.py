@@ -154,6 +154,7 @@ class World:
 def _serve(line: Connection, rank: int, num_ranks: int, port: int) -> None:
     os.dup2(2, 1)  # gloo talks on standard output, which is for rows
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_ranks)  # as torchrun does
     if num_ranks > 1:
         torch.set_num_threads(1)
         dist.init_process_group(

@@ -51,13 +51,23 @@ _LOCAL_RANKS = ("LOCAL_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "SLURM_NTASKS_
 """Ranks on this machine, set by torchrun, Open MPI and Slurm."""
 
 
-def default_budget_bytes() -> int:
-    """Returns 60 % of the free memory, from 64 MiB to 64 GiB."""
+def default_budget_bytes(environ: Mapping[str, str] = os.environ) -> int:
+    """Returns this rank's share of 60 % of the free memory, from 64 MiB to 64 GiB.
+
+    The ranks that a launcher starts on one machine have equal shares.
+    """
     free = psutil.virtual_memory().available
     limit = cgroup_free_bytes()
     if limit is not None:
         free = min(free, limit)
-    return max(64 << 20, min(_MAX_DEFAULT_BUDGET, free * 6 // 10))
+    share = free * 6 // 10 // _ranks_here(1, environ)
+    return max(64 << 20, min(_MAX_DEFAULT_BUDGET, share))
+
+
+def _ranks_here(unknown: int, environ: Mapping[str, str]) -> int:
+    """Returns the number of ranks on this machine by their launcher; else ``unknown``."""
+    counts = [environ.get(name, "") for name in _LOCAL_RANKS]
+    return next((int(text) for text in counts if text.isdecimal() and int(text)), unknown)
 
 
 def cgroup_free_bytes(
@@ -129,6 +139,4 @@ def has_cores(num_ranks: int, environ: Mapping[str, str] = os.environ) -> bool:
     Args:
         num_ranks: Of the job: all are local unless a launcher sets a number.
     """
-    counts = [environ.get(name, "") for name in _LOCAL_RANKS]
-    num_here = next((int(text) for text in counts if text.isdecimal() and int(text)), num_ranks)
-    return usable_cores() >= 2 * num_here
+    return usable_cores() >= 2 * _ranks_here(num_ranks, environ)

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -70,6 +71,26 @@ def test_no_limit(tmp_path: Path, membership: str) -> None:
     group(tmp_path / "fs/a", "max", GIB)
     assert free_bytes(tmp_path, membership) is None
     assert cgroup_free_bytes(tmp_path / "none", tmp_path / "none") is None
+
+
+@pytest.mark.parametrize(
+    ("environ", "gib"),
+    [
+        ({}, 12),
+        ({"LOCAL_WORLD_SIZE": "1"}, 12),
+        ({"LOCAL_WORLD_SIZE": "4"}, 3),
+        ({"SLURM_NTASKS_PER_NODE": "2"}, 6),
+        ({"LOCAL_WORLD_SIZE": "100000"}, 1 / 16),
+        ({"WORLD_SIZE": "4"}, 12),  # perhaps on four machines
+    ],
+)
+def test_the_ranks_of_a_machine_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], gib: float
+) -> None:
+    memory = SimpleNamespace(available=20 * GIB)
+    monkeypatch.setattr(process.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr(process, "cgroup_free_bytes", lambda: None)
+    assert process.default_budget_bytes(environ) == gib * GIB
 
 
 @pytest.mark.parametrize(
