@@ -88,7 +88,7 @@ def test_the_ranks_of_a_machine_share_its_memory(
     monkeypatch: pytest.MonkeyPatch, environ: dict[str, str], gib: float
 ) -> None:
     memory = SimpleNamespace(available=20 * GIB)
-    monkeypatch.setattr(process.psutil, "virtual_memory", lambda: memory)
+    monkeypatch.setattr("psutil.virtual_memory", lambda: memory)
     monkeypatch.setattr(process, "cgroup_free_bytes", lambda: None)
     assert process.default_budget_bytes(environ) == gib * GIB
 
