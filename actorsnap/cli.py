@@ -633,7 +633,7 @@ def export(
         src_options = both | parse_storage_options(src_option, "--src-option")
         snapshot = Snapshot(source, storage_options=src_options, options=options())
         renames = _renames(rename)
-        left_out = _LeftOut(leave_out, renames) if leave_out else None
+        left_out = _RenameWithout(leave_out, renames) if leave_out else None
         common: dict[str, Any] = {
             "rename": renames if left_out is None else left_out,
             "overwrite": overwrite,
@@ -664,7 +664,7 @@ def export(
             err.print(quote(output.visible(f"left out {path!r}: it is not a tensor")))
 
 
-class _LeftOut:
+class _RenameWithout:
     """A rename that leaves out some paths of the snapshot, and gives others new names.
 
     Attributes:
