@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The command line.
 
-Output goes to stdout, the rest to stderr. Columns are aligned on a terminal, otherwise separated by
-tabs. Terminal control characters are escaped. With ``--json``, stdout has JSON only: the result, or
-``{"error": ...}``. ``cli_app.EXIT_CODES`` has the exit codes.
+Results go to stdout, everything else to stderr. Columns are aligned on a terminal, otherwise
+separated by tabs. Control characters are escaped. With ``--json``, stdout has only JSON: the
+result, or ``{"error": ...}``. ``cli_app.EXIT_CODES`` has the exit codes.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ _COPY_A_RUN = (
 )
 
 _MAX_LOOKED_AT = 1000
-"""Objects at the place of a copy that are looked at for other files."""
+"""Number of objects at a copy's destination that are searched for other files."""
 
 
 class ExportFormat(StrEnum):
@@ -182,14 +182,16 @@ def inspect(
     path: PathArgument,
     as_json: JsonOption = False,
     depth: Annotated[
-        int | None, typer.Option(min=1, help="Levels to show. Deeper levels are summed up.")
+        int | None,
+        typer.Option(min=1, help="Number of levels to show. Deeper levels are summed up."),
     ] = None,
     is_whole: Annotated[
         bool,
-        typer.Option("--all", help="Show every leaf; do not fold lists of values or groups."),
+        typer.Option("--all", help="Show every leaf. Do not fold lists of values or groups."),
     ] = False,
     html: Annotated[
-        str | None, typer.Option(metavar="OUT", help="Write a page that shows what uses the space.")
+        str | None,
+        typer.Option(metavar="OUT", help="Write an HTML page that shows what takes up the space."),
     ] = None,
     option: StorageOption = None,
 ) -> None:
@@ -249,7 +251,7 @@ def _write_page(path: str, to: str, as_json: bool, option: list[str] | None) -> 
 def verify(
     path: PathArgument,
     full: Annotated[
-        bool, typer.Option("--full", help="Compare every byte, and check that a restore can work.")
+        bool, typer.Option("--full", help="Verify all checksums, and that a restore can succeed.")
     ] = False,
     all: Annotated[
         bool, typer.Option("--all", help="Check each snapshot in the folder PATH, such as a run.")
@@ -304,7 +306,7 @@ def diff(
         ),
     ] = None,
 ) -> None:
-    """Compare two snapshots by their checksums, without reading data. Exit code 1 if not equal."""
+    """Compare two snapshots by checksums, without reading data. Exit code 1 if they differ."""
     with errors():
         num_leaves = num_rows = 0
         listed: list[dict[str, Any]] = []
@@ -348,10 +350,10 @@ def cat(
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Print one object of a snapshot. Without --raw, long bytes are cut off."""
+    """Print one object of a snapshot. Without --raw, long bytes are truncated."""
     with errors():
         if raw and as_json:
-            raise UsageError("--raw and --json exclude each other")
+            raise UsageError("--raw and --json cannot be combined")
         entry = None if raw else _find_value(make_source(path, option), object)
         if entry is not None:
             value: Any = entry.value
@@ -474,8 +476,8 @@ def cp(
 
 
 def _refuse_folder(target: Location, to: str, *, may_have_files: bool) -> None:
-    """Refuses a folder of snapshots or other files, and one in a snapshot: the copy would be mixed
-    with them.
+    """Refuses a folder of snapshots or other files, and one inside a snapshot: the copy would be
+    mixed with them.
     """
     there = Source(target, options())
     try:
@@ -494,7 +496,7 @@ def _refuse_folder(target: Location, to: str, *, may_have_files: bool) -> None:
                     f"{to} is in a snapshot, which would contain the copy: choose another place"
                 )
     except (FormatError, StorageError):
-        return  # the copy finds out
+        return  # the copy reports it
     if not names:
         return
     raise UsageError(
@@ -600,7 +602,9 @@ def export(
     ],
     key: Annotated[
         str | None,
-        typer.Option(help="Part of the app state. Default: model for hf, otherwise everything."),
+        typer.Option(
+            help="Part of the app state to export. Default: model for hf, otherwise everything."
+        ),
     ] = None,
     rename: Annotated[
         list[str] | None,
@@ -668,7 +672,7 @@ class _RenameWithout:
     """A rename that leaves out some paths of the snapshot, and gives others new names.
 
     Attributes:
-        unused: Those that match no path.
+        unused: Paths to leave out that match no path of the snapshot.
     """
 
     def __init__(self, paths: Sequence[str], renames: Mapping[str, str] | None) -> None:
@@ -769,7 +773,7 @@ def rm(
 
 
 def _refuse_pinned(source: Source, path: str) -> None:
-    """Looks now."""
+    """Raises ``Pinned`` if a pin protects the step now."""
     pins = run(find_pins(source))
     if pins:
         raise Pinned(f"{path} is {', '.join(map(str, pins))}, and stays; unpin it, or use --force")
@@ -819,7 +823,11 @@ def recover(
     ] = None,
     world_size: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Number of ranks, if an older release saved it."),
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Number of ranks that saved, if an older release did not record it.",
+        ),
     ] = None,
     force: Annotated[
         bool, typer.Option("--force", help="Recover an attempt that may still be running.")
@@ -830,7 +838,7 @@ def recover(
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Write a lost commit object again, after comparing every byte. Exit code 1 if damaged."""
+    """Write a lost commit object again, after verifying all checksums. Exit code 1 if damaged."""
     with errors(damaged=1):
         call = recovery.RecoverCall(
             attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
@@ -854,7 +862,7 @@ def recover(
 def trace(
     file: Annotated[list[str], typer.Argument(help="Files written by Options.trace.")],
     html: Annotated[
-        str | None, typer.Option(metavar="OUT", help="Write a page with the timeline.")
+        str | None, typer.Option(metavar="OUT", help="Write an HTML page with the timeline.")
     ] = None,
     merged: Annotated[
         str | None, typer.Option(metavar="OUT", help="Write one trace with all events.")
@@ -893,7 +901,7 @@ def trace(
 
 
 def _refuse_trace(path: str) -> None:
-    """Refuses to overwrite a trace: ``--html traces/*.json`` names the first of them."""
+    """Refuses to overwrite a trace: ``--html traces/*.json`` would name the first one."""
     if not os.path.isfile(path):
         return
     try:
@@ -916,7 +924,7 @@ def _write_file(path: str, data: bytes) -> None:
 
 
 def _what_to_delete(source: Source, path: str) -> str:
-    """Damaged snapshots can be deleted, other folders cannot."""
+    """Describes a snapshot to delete. Refuses folders that are not snapshots."""
     try:
         objects = output.DataObjects()
         commit = run(reading.each_manifest(source, lambda _, manifest: objects.add(manifest)))

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program's name, options and commands, without what these do.
+"""The program's name, options and commands, without their code.
 
-The modules of the commands take half a second to import: ``--help`` and ``--version`` do without.
+The modules of the commands take half a second to import. ``--help`` and ``--version`` do not need
+them.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ COMMANDS: Final[Mapping[str, str]] = {
     "ls": "List the objects of a snapshot, or the snapshots in a folder.",
     "inspect": "Show the contents of a snapshot as a tree with shapes, dtypes and sizes.",
     "verify": "Check that a snapshot is intact. Exit code 1 if it is damaged.",
-    "diff": "Compare two snapshots by their checksums, without reading data. Exit code 1 if not "
-    "equal.",
-    "cat": "Print one object of a snapshot. Without --raw, long bytes are cut off.",
+    "diff": "Compare two snapshots by checksums, without reading data. Exit code 1 if they differ.",
+    "cat": "Print one object of a snapshot. Without --raw, long bytes are truncated.",
     "cp": "Copy a snapshot, or continue an interrupted copy. Other formats are converted.",
     "convert": "Convert a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.",
     "export": "Export a snapshot to the format of another program.",
     "rm": "Delete snapshots, or only the garbage at their paths. Exit code 5 if not done.",
-    "recover": "Write a lost commit object again, after comparing every byte. Exit code 1 if "
+    "recover": "Write a lost commit object again, after verifying all checksums. Exit code 1 if "
     "damaged.",
     "trace": "Show how a save or restore spent its time. Pass one file for each rank.",
     "steps": "List the steps of a run. With --keep, show which steps would stay, and why.",
@@ -35,7 +35,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "best": "Print the URL of the step with the best value of a metric. Exit code 3 if no step "
     "has it.",
     "latest": "Print the URL of the newest step of a run. Exit code 3 if there is none.",
-    "pin": "Protect a step from every deletion.",
+    "pin": "Protect a step from deletion.",
     "unpin": "Remove the pins of a step.",
     "record": "Add metrics to a saved step.",
     "save-now": "Ask the job that saves to ROOT to save soon. Its manager needs watch_requests_s.",
@@ -47,13 +47,13 @@ EXIT_CODES = {
     1: "verify, recover: the snapshot is damaged. diff: the snapshots differ",
     2: "bad usage, or no such object",
     3: "no committed snapshot. verify --all: or one lacks only its commit object. best, "
-    "--keep best: no step has the metric. rm --garbage: no garbage either",
+    "--keep best: no step has the metric. rm --garbage: and no garbage",
     4: "the storage failed; the output cannot be written; the destination exists; the snapshot is "
     "damaged (except for verify); a newer release or a package is needed. recover: the commit "
     "object is intact",
-    5: "not done, or done only in part. rm: not confirmed, a step is pinned, or attempts were kept "
-    "or left. prune: a later run began meanwhile, or time was over",
-    70: "a bug, or out of memory; shows a traceback",
+    5: "not done, or done only in part. rm: not confirmed, a step is pinned, or attempts remain. "
+    "prune: a later run began meanwhile, or the time limit was reached",
+    70: "a bug, or out of memory. Prints a traceback",
     130: "interrupted",
 }
 
@@ -63,7 +63,7 @@ EPILOG = "\n\n".join(
 
 
 class Commands(TyperGroup):
-    """With ``--json``, prints the error that ended a command also as JSON, on stdout."""
+    """With ``--json``, also prints the error that ended a command as JSON, on stdout."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[__name__] = "--json" in args
@@ -101,7 +101,7 @@ app = typer.Typer(
     cls=Commands,
     epilog=EPILOG,
     no_args_is_help=True,
-    help="Look at, check, compare, copy, convert, export, recover and delete actorsnap snapshots.",
+    help="Inspect, verify, compare, copy, convert, export, recover and delete snapshots.",
     pretty_exceptions_enable=False,
 )
 
@@ -116,7 +116,7 @@ def _show_version(is_wanted: bool) -> None:
 def _common(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the release."),
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
     ] = False,
 ) -> None:
     pass

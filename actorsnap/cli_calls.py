@@ -44,25 +44,25 @@ StorageOption = Annotated[
     typer.Option(
         "--option",
         metavar="KEY=VALUE",
-        help="Storage option. Repeatable. JSON values are parsed.",
+        help="Storage option. Repeatable. VALUE may be JSON.",
     ),
 ]
 
 
 class NothingFound(Exception):
-    """What the command looks for is not there."""
+    """The object of the command does not exist."""
 
 
 class NotConfirmed(Exception):
-    """Nobody said yes."""
+    """The user did not confirm."""
 
 
 class Pinned(Exception):
-    """A pin protects what the command should delete."""
+    """A pin protects a step from the deletion."""
 
 
 def options() -> Options:
-    # Large snapshots take hours; Ctrl-C ends it.
+    # Large snapshots take hours. Ctrl-C ends the command.
     return from_env({"ACTORSNAP_TIMEOUT_S": "86400", **os.environ})
 
 
@@ -124,7 +124,7 @@ def errors(damaged: int = 4, *, interrupted: str = "interrupted") -> Iterator[No
     except Exception as error:
         if isinstance(error, OSError) and _is_of_output(error):
             raise  # to the program's end
-        # Python would end with 1, which scripts take for damage.
+        # Python would exit with 1, which scripts take for damage.
         sys.stderr.write(output.visible(traceback.format_exc()))
         raise typer.Exit(70) from error
 
@@ -141,12 +141,12 @@ def recover_command(path: str) -> str:
 
 
 def print_error(text: str) -> None:
-    """For people."""
+    """Prints an error for people, on stderr."""
     err.print(f"[red]error:[/] {quote(output.visible(text))}")
 
 
 def is_confirmed(question: str) -> bool:
-    """Asks the user. The end of the input is a no; Ctrl-C is raised."""
+    """Asks the user. The end of the input counts as a no. Ctrl-C is raised."""
     try:
         return typer.confirm(question, err=True)
     except typer.Abort as error:
@@ -170,7 +170,7 @@ def _exit_code(error: ActorSnapError, damaged: int) -> int:
 
 
 class Bar(Display):
-    """Call it from any thread."""
+    """A progress bar. Can be called from any thread."""
 
     def __init__(self, what: str) -> None:
         self._amount = Amount(what, 0, 0)
@@ -180,10 +180,10 @@ class Bar(Display):
         self._amount = self._amount._replace(done_bytes=done, total_bytes=total)
 
     def close(self) -> None:
-        """Clears the terminal before the end of the call, for output."""
+        """Removes the bar before the end of the call, so that output can be printed."""
         self.__exit__()
 
 
 def progress(what: str) -> Bar:
-    """Shows a bar if stderr is a terminal, in a ``with`` statement."""
+    """Returns a bar for a ``with`` statement, shown if stderr is a terminal."""
     return Bar(what)

@@ -49,7 +49,7 @@ def _ended(lines: Iterable[str]) -> Iterator[str]:
 
 
 def print_columns(rows: Iterable[Sequence[str]]) -> None:
-    """Aligns cells on a terminal; else separates them by tabs.
+    """Prints rows: aligned on a terminal, otherwise separated by tabs.
 
     ``rich.table`` would cut paths at the terminal's width: see decision 0001.
     """
@@ -122,7 +122,7 @@ class JsonManifests:
 
 
 def checked_text(report: VerifyReport, *, full: bool) -> list[str]:
-    """Returns what a verification without problems has checked, for a line."""
+    """Returns the parts of a line that describes a verification without problems."""
     objects = count_of(report.num_objects, "data object", "data objects")
     if not report.has_checksums:
         what = f"all {size_text(report.nbytes)} of data were read"
@@ -133,7 +133,7 @@ def checked_text(report: VerifyReport, *, full: bool) -> list[str]:
 
 
 def report_json(report: VerifyReport) -> dict[str, Any]:
-    """Returns what a verification has checked, for ``print_json``."""
+    """Returns the numbers of a verification for ``print_json``."""
     return _fields(report, "level", "has_checksums", "num_objects", "nbytes")
 
 
@@ -211,7 +211,7 @@ def difference_json(row: Sequence[str]) -> dict[str, Any]:
 def snapshot_rows(
     found: Mapping[str, Commit | FormatError | StorageError | None], sizes: Mapping[str, int]
 ) -> Iterator[list[str]]:
-    """Yields columns: name, age, size, then what the snapshot is."""
+    """Yields columns: name, age, size, then the state or the description of the snapshot."""
     now_s = time.time()
     for name, commit in found.items():
         size = size_text(sizes[name]) if name in sizes else "-"
@@ -239,7 +239,7 @@ def snapshot_json(
 
 
 def state_of(commit: FormatError | StorageError | None) -> str:
-    """Returns the state of what is not a readable snapshot."""
+    """Returns the state of a folder that is not a readable snapshot."""
     if commit is None:
         return "unfinished"
     if isinstance(commit, StorageError):
@@ -277,7 +277,7 @@ def value_json(value: Any) -> Any:
     """Returns a value for ``print_json``: numbers that JSON lacks as text, bytes in base64.
 
     Raises:
-        UsageError: It cannot be shown.
+        UsageError: The value cannot be shown.
     """
     match value:
         case float() if not math.isfinite(value):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays, as the shell writes it: ``last:3``, ``best:loss:min``, ``newer_than:2d``."""
+"""Parses ``--keep`` policies: ``last:3``, ``best:loss:min``, ``newer_than:2d``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def parse_time(text: str) -> timedelta:
 
 
 def parse_policies(texts: Iterable[str]) -> KeepPolicy:
-    """Returns the policy that keeps each step that one of the texts keeps.
+    """Returns a policy that keeps the steps that any of the texts keeps.
 
     Raises:
         UsageError: A text is not a policy.

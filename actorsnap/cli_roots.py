@@ -56,7 +56,7 @@ from actorsnap.storage.base import for_each
 from actorsnap.storage.registry import canonical
 
 _POLICY_HELP = (
-    "Steps to keep. Repeatable. all, last:N, best:METRIC:min|max[:N], every:STEPS, "
+    "Steps to keep. Repeatable. One of all, last:N, best:METRIC:min|max[:N], every:STEPS, "
     "at:STEP,STEP, newer_than:2d (s, min, h, d), thinned:hourly=N,daily=N,weekly=N,..."
 )
 
@@ -65,7 +65,7 @@ KeepOption = Annotated[
     list[str] | None, typer.Option("--keep", metavar="POLICY", help=_POLICY_HELP)
 ]
 MinValidOption = Annotated[
-    int, typer.Option("--min-valid", min=1, help="Least number of verified snapshots to keep.")
+    int, typer.Option("--min-valid", min=1, help="Minimum number of verified snapshots to keep.")
 ]
 
 
@@ -80,13 +80,14 @@ def steps(
         bool,
         typer.Option(
             "--all",
-            help="Include abandoned, damaged, unfinished, half-deleted steps, and those of a "
+            help="Include abandoned, damaged, unfinished and half-deleted steps, and those of a "
             "newer release.",
         ),
     ] = False,
     keep: KeepOption = None,
     min_valid: Annotated[
-        int | None, typer.Option("--min-valid", min=1, help="See prune. Needs --keep. Default: 2.")
+        int | None,
+        typer.Option("--min-valid", min=1, help="As for prune. Needs --keep. Default: 2."),
     ] = None,
     as_json: JsonOption = False,
     option: StorageOption = None,
@@ -124,7 +125,8 @@ def prune(
     keep: KeepOption = None,
     min_valid: MinValidOption = 2,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Delete. Without it, only list the steps to delete.")
+        bool,
+        typer.Option("--yes", "-y", help="Delete. Without --yes, only list the steps to delete."),
     ] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
@@ -132,7 +134,7 @@ def prune(
     """Delete the steps of a run that no policy keeps. Needs --yes."""
     with errors():
         if not keep:
-            raise UsageError("name what stays, for example --keep last:3")
+            raise UsageError("name the steps to keep, for example --keep last:3")
         policy = parse_policies(keep)
         with _opened(root, option) as opened:
             infos = run(looking.steps(opened, is_complete=True))
@@ -187,8 +189,8 @@ def prune(
 def best(
     root: RootArgument,
     metric: Annotated[str, typer.Argument(help="Name of the metric.")],
-    min: Annotated[bool, typer.Option("--min", help="The least value is the best.")] = False,
-    max: Annotated[bool, typer.Option("--max", help="The greatest value is the best.")] = False,
+    min: Annotated[bool, typer.Option("--min", help="The smallest value is the best.")] = False,
+    max: Annotated[bool, typer.Option("--max", help="The largest value is the best.")] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
@@ -196,7 +198,7 @@ def best(
     with errors():
         if min == max:
             raise UsageError(
-                f"best: pass --min if the least {metric} is the best, or --max if the greatest is"
+                f"best: pass --min if the smallest {metric} is the best, or --max if the largest is"
             )
         with _opened(root, option) as opened:
             found, infos = run(looking.best(opened, metric, "max" if max else "min"))
@@ -209,10 +211,11 @@ def best(
 def latest(
     root: RootArgument,
     valid: Annotated[
-        bool, typer.Option("--valid", help="Newest whose objects all exist, in the right sizes.")
+        bool,
+        typer.Option("--valid", help="Newest step whose objects all exist, in the right sizes."),
     ] = False,
     full: Annotated[
-        bool, typer.Option("--full", help="Like --valid, and compare every byte with its checksum.")
+        bool, typer.Option("--full", help="Like --valid, but also verify all checksums.")
     ] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
@@ -233,7 +236,9 @@ def latest(
 
 def save_now(
     root: RootArgument,
-    reason: Annotated[str, typer.Option("--reason", help="Stored with the snapshot.")] = "save-now",
+    reason: Annotated[
+        str, typer.Option("--reason", help="Reason to store with the snapshot.")
+    ] = "save-now",
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
@@ -257,14 +262,19 @@ StepArgument = Annotated[
 def pin(
     root: RootArgument,
     step: StepArgument,
-    reason: Annotated[str, typer.Option("--reason", help="Note for people, and for unpin.")],
+    reason: Annotated[
+        str, typer.Option("--reason", help="Reason, shown in listings. unpin selects pins by it.")
+    ],
     until: Annotated[
-        str | None, typer.Option("--until", help="Time from now, such as 30d (s, min, h, d).")
+        str | None,
+        typer.Option(
+            "--until", help="Lifetime of the pin, such as 30d (s, min, h, d). Default: forever."
+        ),
     ] = None,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Protect a step from every deletion."""
+    """Protect a step from deletion."""
     with errors(), _opened(root, option) as opened:
         pinned = run(looking.pin(opened, _parse_step(step), reason, _parse_time(until)))
         if as_json:
@@ -277,7 +287,10 @@ def unpin(
     root: RootArgument,
     step: StepArgument,
     reason: Annotated[
-        str | None, typer.Option("--reason", help="Reason of the pins; needed if they differ.")
+        str | None,
+        typer.Option(
+            "--reason", help="Remove only pins with this reason. Required if reasons differ."
+        ),
     ] = None,
     as_json: JsonOption = False,
     option: StorageOption = None,
@@ -295,7 +308,7 @@ def record(
     root: RootArgument,
     step: StepArgument,
     metrics: Annotated[
-        list[str], typer.Argument(help="Numbers, such as val/loss=0.25.", metavar="NAME=VALUE...")
+        list[str], typer.Argument(help="Metrics, such as val/loss=0.25.", metavar="NAME=VALUE...")
     ],
     as_json: JsonOption = False,
     option: StorageOption = None,
@@ -346,7 +359,7 @@ def _parse_metric(text: str) -> tuple[str, float]:
 
 
 def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None) -> None:
-    """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is none, or one
+    """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is none or one
     lacks only its commit object.
     """
     failed: dict[str, StorageError] = {}
@@ -454,7 +467,7 @@ class _Outcome:
 
 @dataclass(frozen=True, slots=True)
 class _KeepOthers(KeepPolicy):
-    """Keeps every step except those that an earlier pass gave up."""
+    """Keeps every step except those that an earlier pass chose to delete."""
 
     doomed: frozenset[StepName]
 

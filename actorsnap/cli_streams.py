@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program's streams: none may be closed, and none ends a command when its reader ends.
+"""The program's streams: none may be closed, and a reader that exits does not end a command.
 
-Imports nothing else: it is needed first.
+Imports nothing else from the package, because it runs first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ def prepare_streams() -> None:
 
 
 def _check_streams() -> None:
-    """Ends if stdout or stderr is closed: the next file that is opened would take its number."""
+    """Exits if stdout or stderr is closed: the next opened file would get its descriptor."""
     if sys.stdin is None:
         sys.stdin = open(os.devnull)
     for name in ("stderr", "stdout"):
@@ -29,7 +29,7 @@ def _check_streams() -> None:
 
 
 class _LastingFile(io.FileIO):
-    """A stream that drops what is written after its reader is gone, so that the command goes on.
+    """A stream that drops output once its reader is gone, so that the command continues.
 
     Otherwise ``rm A B C | head -1`` could end before it has deleted B, and ``verify`` without its
     exit code.

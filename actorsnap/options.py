@@ -60,29 +60,29 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
     """Configures how snapshots are saved and restored. Sizes are in bytes, times in seconds.
 
     Attributes:
-        fsync: Wait for the disk before a snapshot counts as saved. Use False for scratch tiers
-            only; the snapshot records this permanently. A save that replaces a snapshot taken with
-            True always waits.
-        verify: Compare every byte that is read with its checksum.
-        allow_pickle: Store and load objects outside the safe set with pickle. Loading a pickle runs
-            code chosen by its writer.
+        fsync: Wait until the data is on the disk before the commit. Use False only for scratch
+            storage. The snapshot records this permanently. A save that replaces a snapshot taken
+            with True always waits.
+        verify: Verify the checksums of all data that is read.
+        allow_pickle: Store and load objects that need pickle. Loading a pickle runs code chosen by
+            its writer.
         allowed_types: Dataclasses, namedtuples and enums that a restore may create instances of.
             Saving them needs no option. A restore runs their constructors, and no other code that a
             snapshot names.
-        allow_optimizer_change: Restore an optimizer that was saved from another class. Its next
-            step may fail if it cannot use the saved hyperparameters and state.
+        allow_optimizer_change: Restore an optimizer from the state of another class. Its next step
+            may fail if it cannot use the saved hyperparameters and state.
         timeout_s: Time limit of a call, at most a day. When it expires, a save, or a restore by
             several ranks, is aborted on all ranks; other reads and deletions raise
             ``StorageError``.
         lost_after_s: Silence after which a rank in a save or restore counts as lost. The call then
-            ends on all other ranks.
-        memory_budget_bytes: Limit of the memory for staging copies, at least 2 MiB. Each process
+            fails on all other ranks.
+        memory_budget_bytes: Limit on the memory for staging copies, at least 2 MiB. Each process
             has one budget: a value applies to all its snapshots from then on. None keeps
             the current budget. The initial budget is 60 % of the memory that is free when the
             runtime starts, within the cgroup limits, and at most 64 GiB. The ranks that
             torchrun, Open MPI or Slurm starts on a machine have equal shares of it.
         chunk_bytes: Unit of staging and I/O, at least 2 MiB. Chunks are smaller if the budget is
-            small. Reads over a network that need no staging memory grow to 64 MiB.
+            small. Reads over a network that need no staging memory use up to 64 MiB.
         num_uploaders: Largest number of chunks that are hashed and written, or fetched, at the same
             time. Over a network, transfers start with 8 and add more while that increases the
             speed. Local storages use at most 8.
@@ -93,12 +93,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
             the same shards). ``"direct"``: each rank reads it. ``"shared"``: the ranks read each
             byte once and exchange it over gloo. ``"auto"``: shared if at least 8 ranks need the
             data, otherwise direct. Rank 0's value applies to all ranks.
-        offload: Where ``async_take`` stores the copies: in a ``"thread"`` of this process, or in a
-            separate ``"process"``, which leaves the GIL to the trainer. ``"auto"`` uses a process
-            for states of 64 MiB or more, if each rank of the machine has two cores, and once the
-            first such save or ``warm_up`` has started the process. Storages that only this process
-            can open are never offloaded. Each rank decides separately, from its own part of the
-            state.
+        offload: What stores the copies that ``async_take`` made: a ``"thread"`` of this process, or
+            a separate ``"process"``, which leaves the GIL to the trainer. ``"auto"`` uses a process
+            for states of 64 MiB or more, if each rank of the machine has two cores, once the first
+            such save or ``warm_up`` has started the process. Storages that only this process can
+            open always use threads. Each rank decides separately, from its own part of the state.
         detach: Make a snapshot of ``async_take`` independent of this process once it is staged: it
             is committed even if this process is killed, and an exit does not wait for it. States of
             any size then use the uploader process; if none is available, an exit waits. All ranks
@@ -115,11 +114,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
             chunk by chunk, on the threads that store it or in the uploader process. None: no
             compression. Rank 0's value applies to all ranks. Compressed data objects are not
             safetensors files. Saving and reading them needs the extra ``actorsnap[zstd]``.
-        max_gap_bytes: Largest gap between two wanted ranges that one request reads together.
+        max_gap_bytes: Largest gap between two ranges that one request reads together.
         trace: File for a timeline of each save and restore, in Chrome's trace format. It is written
             when the call ends, even after a failure, and replaces an existing file. The fields
             ``{rank}``, ``{op}`` (save or restore) and ``{name}`` (the last part of the snapshot's
-            path) are filled in. With several ranks, the rank is added to a name that lacks
+            path) are replaced. With several ranks, the rank is added to a name that lacks
             ``{rank}``.
         otel: Report saves and restores as OpenTelemetry spans and metrics: ``"on"``, ``"off"``, or
             ``"auto"``, which is on if the application has configured a provider.

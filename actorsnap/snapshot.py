@@ -81,7 +81,7 @@ class SnapshotHandle:
 
     @property
     def path(self) -> str:
-        """Without secrets."""
+        """The path or URL, without secrets."""
         return self._source.location.display_url
 
     @classmethod
@@ -116,7 +116,7 @@ class Snapshot(SnapshotHandle):
     for reads into tensors that the operating system has begun.
 
     Args:
-        path: A local path, ``fs://``, ``memory://`` or the URL of an installed backend.
+        path: A local path, or the URL of a storage, such as ``s3://bucket/run``.
         storage_options: Options of the storage.
         options: None uses the defaults and the ``ACTORSNAP_*`` variables.
 
@@ -175,10 +175,10 @@ class Snapshot(SnapshotHandle):
                 DistributedDataParallel.
             overwrite: Replace a committed snapshot at ``path``. It stays valid until the commit. If
                 several saves are pending, the one called last remains.
-            resume: Send only data that an earlier save to ``path``, now dead, has not stored. Works
-                for any app state, if the storage can verify and copy data on the server (``s3://``,
-                ``gs://``). By passing it, you assert that no job still saves to ``path``: attempts
-                of other hosts count as dead, and may fail if they are not.
+            resume: Send only data that an earlier, killed save to ``path`` has not stored. Works
+                for any app state, if the storage can verify and copy data on the server
+                (``s3://``, ``gs://``). Pass it only if no other job saves to ``path``: attempts of
+                other hosts count as dead, and may fail if they are not.
             step: Training step of the state, returned by ``Snapshot.step``. The ranks compare it.
                 Without it, a save that one rank skips is not detected if all saves have the same
                 path.
@@ -897,7 +897,7 @@ class PendingHandle:
 
     @property
     def path(self) -> str:
-        """Without secrets."""
+        """The path or URL, without secrets."""
         return self._save.url
 
     def guard(self, *optimizers: Any) -> Guard:

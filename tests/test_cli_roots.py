@@ -330,7 +330,7 @@ def test_best(root: Path) -> None:
     for modes in ((), ("--min", "--max")):
         ended = run("best", root, "loss", *modes)
         assert (ended.code, ended.out) == (2, "")
-        assert "pass --min if the least loss is the best, or --max" in ended.err
+        assert "pass --min if the smallest loss is the best, or --max" in ended.err
     assert run("best", root, "loss", "--min").out == f"{root}/{name(100)}\n"
     assert run("best", root, "loss", "--max").out == f"{root}/{name(0)}\n"
     ended = run("best", root, "accuracy", "--min")
@@ -437,7 +437,7 @@ def test_prune_as_json(root: Path) -> None:
 def test_prune_needs_a_policy(root: Path) -> None:
     ended = run("prune", root, "--yes")
     assert ended.code == 2
-    assert "name what stays" in ended.err
+    assert "name the steps to keep" in ended.err
     assert len(names(root)) == 4
 
 

@@ -73,7 +73,7 @@ def parts_of(policy: SavePolicy) -> tuple[SavePolicy, ...]:
 
 @dataclass(frozen=True, slots=True)
 class SaveSteps(SavePolicy):
-    """Saves at each step with ``step % n == offset``; with offset 0 also at step 0."""
+    """Saves at each step with ``step % n == offset``. If ``offset`` is 0, this includes step 0."""
 
     n: int
     offset: int = 0
@@ -127,7 +127,7 @@ class SaveLast(SavePolicy):
 class SaveCustom(SavePolicy):
     """Saves at the steps for which ``is_due`` returns true.
 
-    It must depend on the step alone: ranks that decide differently would save different steps.
+    ``is_due`` must depend only on the step. Otherwise, ranks could save different steps.
     """
 
     is_due: Callable[[int], bool]
@@ -187,7 +187,7 @@ class AskedPolicy(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class SaveMinutes(AskedPolicy):
-    """Saves when the last save began at least ``t`` minutes ago."""
+    """Saves when the previous save began at least ``t`` minutes ago."""
 
     t: float
 
@@ -204,7 +204,7 @@ class SaveMinutes(AskedPolicy):
 
 @dataclass(frozen=True, slots=True)
 class SavePace(AskedPolicy):
-    """Saves as soon as the last save is stored, at most once in ``min_interval_s``."""
+    """Saves as soon as the previous save is stored, but at most once every ``min_interval_s``."""
 
     min_interval_s: float = 0.0
 
@@ -225,9 +225,9 @@ class SavePace(AskedPolicy):
 
 @dataclass(frozen=True, slots=True)
 class SaveOverhead(AskedPolicy):
-    """Spaces saves so that they cost the trainer this share of its time.
+    """Spaces saves so that they cost the trainer about ``part`` of its time.
 
-    The first save is due at once, and is measured.
+    The first save is due at once. Its measured cost determines when the next one is due.
     """
 
     part: float = 0.02
@@ -284,7 +284,7 @@ def watched_metrics(policy: SavePolicy) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class SaveNotice(AskedPolicy):
-    """Saves when a notice says that the job ends soon, if there is time."""
+    """Saves when a notice says that the job will end soon, if there is enough time."""
 
     @property
     def reason(self) -> str:

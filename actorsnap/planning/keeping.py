@@ -244,9 +244,10 @@ class KeepLast(KeepPolicy):
 class KeepBest(KeepPolicy):
     """Keeps the ``n`` steps with the best value of a metric.
 
-    Of equal values the older step is better. NaN is worse than any number. A step without the
-    metric stays until ``pending`` newer ones have it, because it may still be recorded; then it
-    counts as NaN. The newer ones stay until then: deleting them would start the count again.
+    Of two steps with equal values, the older one is better. NaN is worse than any number. A step
+    without the metric stays until ``pending`` newer steps have the metric, because it may still be
+    recorded. Then the step counts as NaN. The newer steps also stay until then, because deleting
+    them would restart the count.
     """
 
     metric: str
@@ -361,7 +362,7 @@ def thinned(
 ) -> KeepPolicy:
     """Keeps the first step of each of the newest hours, days, ISO weeks, months and years.
 
-    Periods are in UTC. Those without steps do not count.
+    Periods are in UTC. Periods without steps do not count.
     """
     numbers: dict[Period, int | None] = {
         "hourly": hourly,
@@ -422,9 +423,9 @@ Chosen = StoredStep | StepName | SupportsIndex
 class KeepCustom(KeepPolicy):
     """Keeps the steps that ``choose`` returns, as steps, names or numbers.
 
-    ``choose`` gets the steps of the timeline, oldest first. It should choose each step by its own
-    properties. A choice by position from the oldest (``steps[::2]``) deletes more at every pass,
-    because deleted steps are missing the next time. Returned steps that are not stored are ignored.
+    ``choose`` gets the steps of the timeline, oldest first. Choose each step by its own properties.
+    A choice by position from the oldest (``steps[::2]``) deletes more in every pass, because the
+    deleted steps are missing the next time. Returned steps that are not stored are ignored.
     """
 
     choose: Callable[[Sequence[StoredStep]], Iterable[Chosen]]

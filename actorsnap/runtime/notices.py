@@ -136,11 +136,11 @@ class PollingWatcher:
 class SignalNotices:
     """Treats signals as notices. The default is SIGTERM.
 
-    The first signal is a notice: its default action does not end the process. Handlers that
-    Python code installed before are called as well. The second goes to the previous handler or the
-    default action, so a second SIGTERM ends the process. A delivery within two seconds of the
-    first counts as the same signal. Different signals are counted separately. A forked child gets
-    the previous handlers back.
+    The first signal is a notice and does not end the process. Handlers that Python code installed
+    before are called, too. A second signal goes to the previous handler or the default action, so a
+    second SIGTERM ends the process. A repeat within two seconds of the first counts as the same
+    signal. Different signals are counted separately. A forked child gets the previous handlers
+    back.
 
     Args:
         signals: Names or numbers.
@@ -271,9 +271,9 @@ def _exchange_action(number: int, new: bytes | None = None) -> bytes:
 
 
 class SlurmNotices:
-    """Gives a notice before the job's time limit. Without Slurm it does nothing.
+    """Gives a notice before the job's time limit. Does nothing without Slurm.
 
-    Two sources: the clock, by ``SLURM_JOB_END_TIME``, and SIGUSR1, which ``#SBATCH
+    Uses two sources: the clock, with ``SLURM_JOB_END_TIME``, and SIGUSR1, which ``#SBATCH
     --signal=USR1@120`` asks Slurm to send. For SIGTERM, which Slurm sends to end or preempt a
     job, use ``notices.signals``.
 
@@ -319,7 +319,8 @@ class SlurmNotices:
 class FileNotices(PollingWatcher):
     """Gives a notice when a file appears or is written again.
 
-    A file that exists at the start is ignored; otherwise, a restarted job would stop at once.
+    A file that already exists at the start is ignored, so that a restarted job does not stop at
+    once.
 
     Args:
         grace_s: Time from the notice to the end of the process, in seconds. None: unknown.
@@ -358,10 +359,10 @@ class FileNotices(PollingWatcher):
 
 
 class CustomNotices(PollingWatcher):
-    """Asks a function for notices, on its own thread.
+    """Polls a function for notices, on a separate thread.
 
     Args:
-        check: Returns a ``Notice``, or None. It may block; an error counts as None.
+        check: Function that returns a ``Notice``, or None. It may block. An error counts as None.
         every_s: Time between two calls, in seconds.
     """
 
@@ -392,7 +393,7 @@ class notices:
     def aws(*, rebalance: bool = False, endpoint: str = "http://169.254.169.254") -> Watcher:
         """Watches for the interruption of an EC2 spot instance, every 5 s.
 
-        Uses IMDSv2. In a container the instance needs a hop limit of 2.
+        Uses IMDSv2. If the process runs in a container, the instance needs a hop limit of 2.
 
         Args:
             rebalance: Treats rebalance recommendations as notices, too. They mean that an

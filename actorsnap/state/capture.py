@@ -97,7 +97,7 @@ def capture(
     Args:
         replicated: Globs of paths of leaves that are the same on every rank. ``*`` matches within a
             path component, ``**`` any components.
-        allow_pickle: Whether to pickle leaves outside of the safe set.
+        allow_pickle: Whether to pickle leaves that cannot be stored otherwise.
         ranks, rank: Global ranks that save together, and that of this process.
 
     Raises:
@@ -774,8 +774,8 @@ def _why_not_inline(value: object, error: objects.NotInline) -> str:
             is_key = key is culprit
             if is_key and type(culprit) is not int:
                 return (
-                    f"is a dict with the key {key!r:.80} of type {error.kind}, which is outside "
-                    "of the safe set; convert it to a str or an int"
+                    f"is a dict with the key {key!r:.80} of type {error.kind}, which needs pickle; "
+                    "convert it to a str or an int"
                 )
             if isinstance(culprit, torch.Tensor | np.ndarray | np.generic):
                 shown = f"{key!r:.80} of type {type(key).__qualname__}"
@@ -809,8 +809,8 @@ def _why_not_inline(value: object, error: objects.NotInline) -> str:
     if is_stateful(culprit):
         return f"{has} {error.kind}; put it itself into the app state, under a key of its own"
     return (
-        f"{has} {error.kind}, which is outside of the safe set; convert it to tensors, "
-        "arrays, numbers, strings, bytes, dicts, lists, tuples or a dataclass"
+        f"{has} {error.kind}, which needs pickle; convert it to tensors, arrays, numbers, "
+        "strings, bytes, dicts, lists, tuples or a dataclass"
     )
 
 

@@ -95,7 +95,7 @@ def encode_inline(value: object, path: str) -> Any:
     """Encodes ``value`` for JSON.
 
     Raises:
-        NotInline: A part is outside of the safe set.
+        NotInline: A part needs pickle.
         UsageError: The value contains itself or nests too deep. Names ``path``.
     """
     return _encode(value, path, 0)
