@@ -249,7 +249,7 @@ def save_now(
         if as_json:
             output.print_json({"root": opened.url, "reason": reason})
         err.print(
-            "the job saves after its next look for requests, if its CheckpointManager has "
+            "the job saves after its next check for requests, if its CheckpointManager has "
             "watch_requests_s"
         )
 

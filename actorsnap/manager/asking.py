@@ -237,7 +237,7 @@ class Asking:
                 for reason in await self._settings.take_requests():
                     self.request(reason)
             except Exception as error:
-                logger.warning("%s: cannot look for requests: %s", self._url, describe(error))
+                logger.warning("%s: cannot check for requests: %s", self._url, describe(error))
             await anyio.sleep(every_s)
 
     def _ask(self, metrics: Metrics, *, is_due: bool) -> None:
