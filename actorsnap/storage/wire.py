@@ -8,6 +8,7 @@ at once. A name lookup that hangs ends when the resolver gives up.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import http.client
 import select
@@ -160,30 +161,27 @@ class Wire:
 
     async def _perform(self, exchange: _Exchange) -> Response:
         connection = self._take(urlsplit(exchange.request.url))
-        result: Response | Exception | None = None
+        loop = asyncio.get_running_loop()
+        deadline = loop.call_later(exchange.request.deadline_s, connection.cut_late)
+        # A task group would cost more than the rest of the exchange does on the loop.
+        work = loop.create_task(self._run_blocking(connection.perform, exchange))
         try:
-            async with anyio.create_task_group() as guard:
-                guard.start_soon(connection.cut_after, exchange.request.deadline_s)
-                try:
-                    result = await self._run_blocking(connection.perform, exchange)
-                except Exception as error:
-                    result = error
-                connection.has_ended = True
-                guard.cancel_scope.cancel()
-            # A cut by a cancellation is no failure of the server.
-            await anyio.lowlevel.checkpoint_if_cancelled()
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            # A failure by this cut is no failure of the server.
+            connection.cut()
+            with anyio.CancelScope(shield=True):
+                await asyncio.wait([work])
+            work.exception()
+            raise
         finally:
+            deadline.cancel()
             self._give_back(connection)
-        if isinstance(result, Response):
-            return result
-        assert result is not None
-        raise result
+        return work.result()
 
     def _take(self, url: SplitResult) -> _Connection:
         idle = self._idle.get(f"{url.scheme}://{url.netloc}")
-        connection = idle.pop() if idle else _Connection(self, url)
-        connection.has_ended = False
-        return connection
+        return idle.pop() if idle else _Connection(self, url)
 
     def tls(self) -> ssl.SSLContext:
         if self._ssl_context is None:
@@ -194,6 +192,7 @@ class Wire:
         idle = self._idle.setdefault(connection.place, [])
         if (
             connection.is_reusable
+            and not connection.is_cut
             and not self._is_closed
             and len(idle) < self.options.max_concurrency
         ):
@@ -205,18 +204,17 @@ class Wire:
 class _Connection(http.client.HTTPConnection):
     """One connection to one server, opened on first use and after a loss.
 
-    Methods except ``cut_after``, ``cut`` and ``close`` run on worker threads, one at a time.
+    Methods except ``cut``, ``cut_late`` and ``close`` run on worker threads, one at a time.
 
     Attributes:
         is_reusable: Another exchange may follow.
-        has_ended: No exchange is running.
+        is_cut: No other exchange may follow.
     """
 
     def __init__(self, wire: Wire, url: SplitResult) -> None:
         self.place = f"{url.scheme}://{url.netloc}"
         self.is_reusable = False
-        self.has_ended = False
-        self._is_cut = False
+        self.is_cut = False
         self._is_late = False
         self._stall_s = wire.options.stall_timeout_s
         self._ssl_context = wire.tls() if url.scheme == "https" else None
@@ -236,19 +234,15 @@ class _Connection(http.client.HTTPConnection):
         # http.client connects by it; so the socket can be cut meanwhile.
         self._create_connection = self._open_socket
 
-    async def cut_after(self, deadline_s: float) -> None:
-        """Shuts the socket down after ``deadline_s``, or on cancellation."""
-        try:
-            await anyio.sleep(deadline_s)
-            self._is_late = True
-        finally:
-            if not self.has_ended:
-                self.cut()
-
     def cut(self) -> None:
         """Makes all use of the socket by a thread fail at once."""
-        self._is_cut = True
+        self.is_cut = True
         _shut_down(self.sock)
+
+    def cut_late(self) -> None:
+        """``cut`` because the deadline is over."""
+        self._is_late = True
+        self.cut()
 
     def perform(self, exchange: _Exchange) -> Response:
         self.is_reusable = False
@@ -302,7 +296,7 @@ class _Connection(http.client.HTTPConnection):
         raise _NoConnection(f"cannot connect to {host}:{port}: {_describe(failure)}") from failure
 
     def _check_cut(self) -> None:
-        if self._is_cut:
+        if self.is_cut:
             raise ConnectionAbortedError("cut")
 
     def _perform(self, exchange: _Exchange) -> Response:

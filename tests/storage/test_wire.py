@@ -334,6 +334,26 @@ async def test_cancellation_returns_at_once_and_frees_the_thread(
 
 
 @bounded(20)
+async def test_a_cancellation_after_the_last_byte_does_not_harm_the_next_exchange() -> None:
+    scope = anyio.CancelScope()
+
+    async def cancelled_late(fn: Callable[..., T], /, *args: Any) -> T:
+        result = await run_blocking_in_thread(fn, *args)
+        scope.cancel()
+        await anyio.sleep(0.01)  # the caller is cancelled meanwhile
+        return result
+
+    with serving(repeat(lambda peer: (peer.request(), peer.answer(b"ok")))) as server:
+        wire = Wire(cancelled_late, NetworkOptions(max_concurrency=4))
+        with scope:
+            await wire.send(put(server))
+        assert scope.cancelled_caught
+        scope = anyio.CancelScope()
+        assert (await wire.send(put(server))).body == b"ok"
+        await wire.aclose()
+
+
+@bounded(20)
 async def test_cancellation_before_it_begins_sends_nothing() -> None:
     with serving(_say_nothing) as server:
         async with wired() as wire:
