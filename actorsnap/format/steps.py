@@ -59,7 +59,7 @@ class StepName:
 
     @classmethod
     def parse(cls, name: str) -> StepName | None:
-        """Returns the parts of a name; None if this module does not write such a name."""
+        """Returns the parts of a name, or None if this module does not write such names."""
         match = _STEP_NAME.fullmatch(name)
         if match is None:
             return None

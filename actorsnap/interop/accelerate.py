@@ -42,9 +42,9 @@ def app_state(accelerator: accelerate.Accelerator) -> dict[str, Stateful]:
     Pass it to ``Snapshot`` or ``CheckpointManager``; with several processes, also pass
     ``replicated=replicated(accelerator)``. Buffers are saved from rank 0.
 
-    Keys: ``model``, ``optimizer``, ``scheduler``, ``dataloader``, ``custom``, and ``model_1`` and
-    so on for the second ones; ``scaler``, ``rng``, ``accelerate``. Of a data loader: its epoch and
-    seed; with ``use_stateful_dataloader`` also its position.
+    Keys: ``model``, ``optimizer``, ``scheduler``, ``dataloader``, ``custom``, then ``model_1`` and
+    so on; ``scaler``, ``rng``, ``accelerate``. Of a data loader, the epoch and seed are saved and,
+    with ``use_stateful_dataloader``, the position.
 
     Raises:
         UsageError: The accelerator trains by FSDP, DeepSpeed, Megatron-LM or XLA, or has hooks that
@@ -86,10 +86,10 @@ def save_state(
     storage_options: Mapping[str, Any] | None = None,
     options: Options | None = None,
 ) -> sync.Snapshot:
-    """Saves ``app_state(accelerator)``; on return the snapshot is durable and visible.
+    """Saves ``app_state(accelerator)``. On return, the snapshot is durable and visible.
 
-    All processes call it together. A snapshot at ``output_dir`` is replaced, and stays valid until
-    the commit.
+    All processes must call it. A snapshot at ``output_dir`` is replaced, and stays valid until the
+    commit.
 
     Args:
         output_dir: A path or URL.
@@ -147,8 +147,8 @@ def load_state(
 ) -> None:
     """Restores ``app_state(accelerator)`` from a snapshot, on any number of processes.
 
-    All processes call it together, after ``prepare``. A folder of ``accelerator.save_state`` is
-    loaded by ``accelerator.load_state``, which unpickles.
+    All processes must call it, after ``prepare``. A folder of ``accelerator.save_state`` is loaded
+    by ``accelerator.load_state``, which unpickles.
 
     Raises:
         NotASnapshot: There is no checkpoint.

@@ -130,26 +130,26 @@ def export_torch(
 ) -> ExportReport | Awaitable[ExportReport]:
     """Writes a file as ``torch.save`` does: of the app state as a dict, or of one key's state.
 
-    ``torch.load(path, weights_only=True)`` and ``mmap=True`` read it. Tensors that share memory
-    share it there; sharded ones are whole. Tensors are row-major (a memory format such as channels
-    last is lost) and on the CPU. They are those that rank 0 may read, plus leaves that only one
-    other rank has (pipelines).
+    ``torch.load`` reads the file with ``weights_only=True``, with or without ``mmap=True``. Tensors
+    that share memory also share it in the file. Sharded tensors are whole. Tensors are row-major (a
+    memory format such as channels last is lost) and on the CPU. The file has the leaves that rank 0
+    may read, and leaves that only one other rank has (pipelines).
 
     Args:
-        snapshot: Of either facade; with that of ``actorsnap.sync`` the call blocks.
+        snapshot: A ``Snapshot`` of ``actorsnap``, or of ``actorsnap.sync``: then the call blocks.
         path: The file.
         key: The part of the app state. None: all of it, by key.
-        rename: See ``Snapshot.restore``; before ``key`` is looked for.
+        rename: See ``Snapshot.restore``. Applied before ``key`` is looked up.
         overwrite: Delete an older file first.
         storage_options, progress: See ``Snapshot.export_hf``.
 
     Raises:
-        UsageError: Bad input, such as a folder; or a leaf is neither a dense tensor nor a plain
-            value. Names the leaf.
+        UsageError: An argument is invalid, for example a folder. Or a leaf, which the error names,
+            is neither a dense tensor nor a plain value.
         ObjectExists: There is a file at ``path``.
         NotASnapshot, FormatError, ChecksumMismatch, StorageError: See ``Snapshot.export_hf``.
-    Cancellation: As after a failure, the file is deleted. A process that dies leaves a file that
-    ``torch.load`` refuses, or none.
+    Cancellation: The file is deleted, as after a failure. A process that dies leaves no file, or
+    one that ``torch.load`` refuses.
     """
     call = _Call(key=key, rename=rename, overwrite=overwrite)
     url = make_location(path, storage_options).url
@@ -210,18 +210,18 @@ def export_dcp(
 ) -> ExportReport | Awaitable[ExportReport]:
     """Writes a folder that stock ``torch.distributed.checkpoint.load`` reads, on any ranks.
 
-    Leaves have the names that DCP gives them. Sharded tensors stay in their shards, each a chunk
-    of DCP. The file ``.metadata`` is written last. What DCP cannot represent (empty dicts) is lost.
+    Leaves have DCP's names. Each shard of a sharded tensor becomes a chunk. The file ``.metadata``
+    is written last. Empty dicts, which DCP cannot represent, are lost.
 
     Args:
         path: The folder.
         snapshot, key, rename, overwrite, storage_options, progress: See ``export_torch``.
 
     Raises:
-        UsageError: As in ``export_torch``; or DCP gives two leaves the same name.
-        ObjectExists: There is a DCP checkpoint at ``path``, perhaps a part of one.
+        UsageError: See ``export_torch``. Or two leaves get the same name in DCP.
+        ObjectExists: There is a DCP checkpoint, or a part of one, at ``path``.
         NotASnapshot, FormatError, ChecksumMismatch, StorageError: See ``Snapshot.export_hf``.
-    Cancellation: As after a failure, the files are deleted. A process that dies leaves no
+    Cancellation: The files are deleted, as after a failure. A process that dies leaves no
     ``.metadata``.
     """
     call = _Call(key=key, rename=rename, overwrite=overwrite)

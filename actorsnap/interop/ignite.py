@@ -37,13 +37,13 @@ _ALONE = "model"
 class ActorsnapSaver:
     """Saves checkpoints as snapshots in a folder, in the background; for ``Checkpoint``.
 
-    At most one save is in flight. Its error is raised by the next save and by ``wait``: call
-    ``wait`` at the end, or use the saver in a ``with`` block. ``n_saved`` holds: a checkpoint is
-    removed after the commit of the one that replaces it.
+    At most one save is in flight. The next save or ``wait`` raises its error: call ``wait`` at the
+    end, or use the saver in a ``with`` block. A checkpoint beyond ``n_saved`` is removed after the
+    commit of the one that replaces it.
 
     Args:
         folder: A folder or URL.
-        save_on_rank: The only rank that saves; on others, calls do nothing. Any rank may load.
+        save_on_rank: The only rank that saves. On others, calls do nothing. Any rank may load.
         storage_options, options: See ``actorsnap.Snapshot``.
     """
 
@@ -64,7 +64,7 @@ class ActorsnapSaver:
 
     @property
     def pending(self) -> sync.PendingSnapshot | None:
-        """The latest save, until its commit was awaited."""
+        """The latest save, until its commit has been awaited."""
         return self._checkpoints.pending
 
     def __call__(
@@ -73,14 +73,14 @@ class ActorsnapSaver:
         filename: str,
         metadata: Mapping[str, Any] | None = None,
     ) -> None:
-        """Waits for the save before, copies the checkpoint, and returns.
+        """Waits for the previous save, copies the checkpoint, and returns.
 
         Args:
             metadata: Ignite's. A priority that is not a score is the snapshot's ``step``.
 
         Raises:
             UsageError: Some values cannot be saved; names all.
-            ActorSnapError: The save before failed. Or see ``Snapshot.take``.
+            ActorSnapError: The previous save failed. Or see ``Snapshot.take``.
         """
         if not self._is_saving:
             return
@@ -96,7 +96,7 @@ class ActorsnapSaver:
         self._replaced.clear()
 
     def remove(self, filename: str) -> None:
-        """Deletes a checkpoint after the commit of the next one: ``Checkpoint`` saves that then."""
+        """Deletes a checkpoint after the commit of the next one, which is saved afterwards."""
         if self._is_saving:
             self._replaced.append(filename)
 
@@ -105,7 +105,7 @@ class ActorsnapSaver:
         """Returns a checkpoint for ``Checkpoint.load_objects``, in new CPU memory.
 
         Args:
-            filename: Of a snapshot in the folder, or of a file that ``DiskSaver`` wrote.
+            filename: Name of a snapshot in the folder, or of a file that ``DiskSaver`` wrote.
 
         Raises:
             NotASnapshot: There is no checkpoint.
@@ -118,7 +118,7 @@ class ActorsnapSaver:
         return checkpoint
 
     def latest(self) -> str | None:
-        """Returns the name of the newest checkpoint that can be loaded; None without any.
+        """Returns the name of the newest checkpoint that can be loaded, or None if there is none.
 
         Raises:
             StorageError: Reading failed.
@@ -130,10 +130,10 @@ class ActorsnapSaver:
 
     @short_traceback
     def wait(self) -> None:
-        """Waits until the latest save is committed, and removes what waits for it.
+        """Waits until the latest save is committed. Deletes the checkpoints that it replaces.
 
         Raises:
-            ActorSnapError: The save failed; raised once.
+            ActorSnapError: The save failed. Raised once.
         """
         self._checkpoints.wait()
 

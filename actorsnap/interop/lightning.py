@@ -41,7 +41,7 @@ class ActorsnapCheckpointIO:
 
     At most one save is in flight. Its error is raised by the next save, by ``wait``, or at
     the end of ``Trainer.fit``. A checkpoint is removed after the commit of the one that replaces
-    it. The rank that Lightning calls saves alone; any rank may load.
+    it. Only the rank that Lightning calls saves. Any rank may load.
 
     Args:
         storage_options, options: See ``actorsnap.Snapshot``.
@@ -58,7 +58,7 @@ class ActorsnapCheckpointIO:
 
     @property
     def pending(self) -> sync.PendingSnapshot | None:
-        """The latest save, until its commit was awaited."""
+        """The latest save, until its commit has been awaited."""
         return self._checkpoints.pending
 
     def save_checkpoint(
@@ -67,13 +67,14 @@ class ActorsnapCheckpointIO:
         path: str | os.PathLike[str],
         storage_options: object = None,
     ) -> None:
-        """Waits for the save before, copies the checkpoint, and returns.
+        """Waits for the previous save, copies the checkpoint, and returns.
 
         Before SLURM requeues the job, it returns when the checkpoint is committed.
 
         Raises:
-            UsageError: Some values cannot be saved; names all. Or ``storage_options`` is given.
-            ActorSnapError: The save before failed. Or see ``Snapshot.take``.
+            UsageError: Some values, which the error names, cannot be saved. Or ``storage_options``
+                is passed.
+            ActorSnapError: The previous save failed. Or see ``Snapshot.take``.
         """
         if storage_options is not None:
             raise UsageError("pass storage_options to ActorsnapCheckpointIO, not to a save")
@@ -87,17 +88,18 @@ class ActorsnapCheckpointIO:
         map_location: object = None,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Returns a checkpoint, with tensors in new CPU memory; waits for the save in flight.
+        """Waits for the save in flight. Returns a checkpoint, with tensors in new CPU memory.
 
         Args:
-            path: Of a snapshot, or a ``.ckpt`` file of Lightning.
-            map_location: The CPU only: Lightning copies tensors to their devices.
-            weights_only: No effect: only ``Options(allow_pickle=True)`` reads pickled objects.
+            path: Path of a snapshot, or of a ``.ckpt`` file of Lightning.
+            map_location: Must be the CPU. Lightning copies tensors to their devices.
+            weights_only: Ignored. Pickled objects are read only with
+                ``Options(allow_pickle=True)``.
 
         Raises:
             NotASnapshot: There is no checkpoint.
-            UsageError: ``map_location`` is another device; or the checkpoint has objects, named,
-                that only pickle can read.
+            UsageError: ``map_location`` is another device. Or the checkpoint has objects, which the
+                error names, that only pickle can read.
             ActorSnapError: The save in flight failed. Or see ``Snapshot.restore``.
         """
         if map_location is not None and str(map_location) != "cpu":
@@ -108,19 +110,19 @@ class ActorsnapCheckpointIO:
         return self._checkpoints.load(path)
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Deletes a checkpoint, once the save in flight is committed; never raises for it."""
+        """Deletes a checkpoint once the save in flight is committed, without raising its error."""
         self._checkpoints.remove(path)
 
     def wait(self) -> None:
-        """Waits until the latest save is committed, and removes what waits for it.
+        """Waits until the latest save is committed. Deletes the checkpoints that it replaces.
 
         Raises:
-            ActorSnapError: The save failed; raised once.
+            ActorSnapError: The save failed. Raised once.
         """
         self._checkpoints.wait()
 
     def teardown(self) -> None:
-        """What Lightning calls at the end: ``wait``."""
+        """Called by Lightning at the end. Calls ``wait``."""
         self.wait()
 
 
@@ -135,12 +137,12 @@ def load_from_checkpoint(
 ) -> Any:
     """``cls.load_from_checkpoint(path, **kwargs)`` for a snapshot.
 
-    Lightning's own method opens a file. This one holds the checkpoint twice in memory.
+    Lightning's own method opens a file. This function holds the checkpoint in memory twice.
 
     Args:
         cls: A ``LightningModule`` or ``LightningDataModule``.
         storage_options, options: See ``actorsnap.Snapshot``.
-        kwargs: Those of ``cls.load_from_checkpoint``.
+        kwargs: Keyword arguments of ``cls.load_from_checkpoint``.
 
     Raises:
         NotASnapshot: There is no checkpoint.

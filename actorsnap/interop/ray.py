@@ -34,9 +34,9 @@ _SCHEMES = {"local": "", "s3": "s3://", "gcs": "gs://"}
 class ActorsnapReporter:
     """Saves and reports checkpoints in a function that Ray Train runs on its workers.
 
-    All workers save one snapshot together, in the background, straight into the run's storage. Ray
-    learns of it after the commit, so ``ray.train.get_checkpoint`` never returns an unfinished one.
-    Nothing is uploaded a second time. At most one save is in flight.
+    All workers together save one snapshot, in the background, directly to the run's storage. It is
+    reported to Ray after the commit, so ``ray.train.get_checkpoint`` never returns an unfinished
+    one. Nothing is uploaded a second time. At most one save is in flight.
 
     Args:
         replicated: See ``Snapshot.take``.
@@ -59,12 +59,12 @@ class ActorsnapReporter:
 
     @short_traceback
     def report(self, metrics: Mapping[str, Any], app_state: AppState, *, step: int) -> None:
-        """Waits for the previous save, copies the state, and returns. All workers call it together.
+        """Waits for the previous save, copies the state, and returns. All workers must call it.
 
-        The snapshot is ``step-<step>`` in the run's folder, and replaces one there that was never
-        reported. If that one was, the new one is ``step-<step>-2``, because Ray deletes by name.
-        Ray gets rank 0's ``metrics`` with it after the commit. If the save fails, Ray ends the
-        workers, as if the function had raised the error.
+        The snapshot is ``step-<step>`` in the run's folder, and replaces an unreported one with
+        this name. If that one was reported, the new one is ``step-<step>-2``, because Ray deletes
+        by name. Ray gets rank 0's ``metrics`` with it after the commit. If the save fails, Ray ends
+        the workers, as if the function had raised the error.
 
         Args:
             metrics: See ``ray.train.report``.
@@ -72,9 +72,9 @@ class ActorsnapReporter:
             step: Training step of the state.
 
         Raises:
-            UsageError: Some values cannot be saved; names all. Or actorsnap does not support the
-                run's storage.
-            ActorSnapError: The save before failed. Or see ``Snapshot.take``.
+            UsageError: Some values, which the error names, cannot be saved. Or actorsnap does not
+                support the run's storage.
+            ActorSnapError: The previous save failed. Or see ``Snapshot.take``.
         """
         self.wait()
         storage = _train.get_context().get_storage()
@@ -112,10 +112,10 @@ class ActorsnapReporter:
 
     @short_traceback
     def restore(self, app_state: AppState) -> int | None:
-        """Restores the latest reported checkpoint. All workers call it together.
+        """Restores the latest reported checkpoint. All workers must call it.
 
         Returns:
-            Its step; None if there is none yet.
+            The step of the checkpoint, or None if there is none yet.
 
         Raises:
             ActorSnapError: See ``Snapshot.restore``.
@@ -136,7 +136,7 @@ class ActorsnapReporter:
         """Waits until the latest save is committed.
 
         Raises:
-            ActorSnapError: The save failed; raised once.
+            ActorSnapError: The save failed. Raised once.
         """
         pending, self.pending = self.pending, None
         if pending is not None:

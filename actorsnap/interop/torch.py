@@ -41,22 +41,23 @@ def save(
     storage_options: Mapping[str, Any] | None = None,
     options: Options | None = None,
 ) -> None:
-    """Saves ``obj`` as a snapshot; on return it is durable and visible.
+    """Saves ``obj`` as a snapshot. On return, the snapshot is durable and visible.
 
-    Dicts below the top level are under their keys, as ``Snapshot.restore`` wants them; anything
-    else is under ``model``. A snapshot at ``f`` is replaced, and stays valid until the commit.
+    Dicts below the top level are saved under their keys, as ``Snapshot.restore`` expects them.
+    Everything else is under ``model``. A snapshot at ``f`` is replaced, and stays valid until the
+    commit.
 
     Args:
         obj: A tensor, or plain containers of tensors and plain values
             (``docs/concepts/values.md``).
         f: A path or URL of a folder; see ``actorsnap.Snapshot``.
         pickle_module: Refused.
-        pickle_protocol, _use_new_zipfile_serialization: Without effect.
+        pickle_protocol, _use_new_zipfile_serialization: Ignored.
         storage_options, options: See ``actorsnap.Snapshot``.
 
     Raises:
-        UsageError: ``f`` is a file or a file object; some values are neither tensors nor plain
-            values (names all); nothing was written.
+        UsageError: ``f`` is a file or a file object, or some values are neither tensors nor plain
+            values. The error names all of them. Nothing was written.
         ActorSnapError: See ``actorsnap.Snapshot.take``.
     """
     _refuse_pickle_module(pickle_module)
@@ -89,17 +90,17 @@ def load(
     storage_options: Mapping[str, Any] | None = None,
     options: Options | None = None,
 ) -> Any:
-    """Returns what was saved at ``f``, in new memory; tensors that shared memory do so again.
+    """Returns the object saved at ``f``, in new memory. Tensors that shared memory share it again.
 
     Args:
         f: A snapshot of ``save``, or a file of ``torch.save``. Any other snapshot is returned as a
             dict by key, as rank 0 sees it.
-        map_location: A device. None: the CPU, because a snapshot does not name devices. A function
-            gets each storage, on the CPU, and ``"cpu"``. It returns a storage, or None to keep
-            this one.
+        map_location: A device. None: the CPU, because a snapshot does not record devices. A
+            function gets each storage, on the CPU, and ``"cpu"``, and returns a storage, or None to
+            keep the given one.
         pickle_module: Refused.
         weights_only: Always True. False is refused: ``Options(allow_pickle=True)`` reads pickles.
-        mmap: Without effect.
+        mmap: Ignored.
         storage_options, options: See ``actorsnap.Snapshot``.
 
     Raises:

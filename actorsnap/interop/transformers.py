@@ -73,18 +73,19 @@ class TrainerMark(msgspec.Struct, frozen=True):
 class ActorsnapTrainer(transformers.Trainer):  # type: ignore[misc]
     """``transformers.Trainer`` with asynchronous saves and safe resume.
 
-    To extend another trainer, name this one first: ``class Mine(ActorsnapTrainer, SFTTrainer)``.
+    To extend another trainer class, put this class first:
+    ``class Mine(ActorsnapTrainer, SFTTrainer)``.
 
-    A save returns when the state is copied; the next one, and the end of training, wait until it is
-    committed, and raise its error. Rotation (``save_total_limit``) follows each commit.
-    ``train(resume_from_checkpoint=True)`` takes the newest whole checkpoint; those that the Trainer
-    itself wrote are still read. All ranks must see ``output_dir``.
+    A save returns when the state is copied. The next save or the end of training waits until it is
+    committed, and raises its error. Rotation (``save_total_limit``) follows each commit.
+    ``train(resume_from_checkpoint=True)`` uses the newest complete checkpoint, including those that
+    the Trainer itself wrote. All ranks must share ``output_dir``.
 
     Args:
         snapshot_options: See ``actorsnap.Snapshot``.
 
     Raises:
-        UsageError: The arguments ask for what cannot be saved this way; names it.
+        UsageError: An argument, which the error names, is not supported.
     """
 
     def __init__(self, *args: Any, snapshot_options: Options | None = None, **kwargs: Any) -> None:
@@ -97,11 +98,12 @@ class ActorsnapTrainer(transformers.Trainer):  # type: ignore[misc]
         """See ``transformers.Trainer.train``.
 
         Args:
-            resume_from_checkpoint: True: the newest whole checkpoint in ``output_dir``.
+            resume_from_checkpoint: A folder, or True for the newest complete checkpoint in
+                ``output_dir``.
 
         Raises:
-            ValueError: True, and there is none.
-            UsageError: The folder is not a whole checkpoint.
+            ValueError: ``resume_from_checkpoint`` is True, and there is no checkpoint.
+            UsageError: The folder is not a complete checkpoint.
             SnapshotAborted: A save failed.
         """
         folder = self._choose_start(resume_from_checkpoint)

@@ -48,7 +48,7 @@ class CheckpointManager:
             thread; elsewhere a warning says that signals are not watched.
 
     Raises:
-        UsageError: A bad argument.
+        UsageError: An argument is invalid.
     """
 
     def __init__(

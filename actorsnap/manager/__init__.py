@@ -154,7 +154,7 @@ class ManagerHandle:
         return self._body.asking.calls.should_stop
 
     def request(self, reason: str = "request()") -> None:
-        """Asks for a save soon, on all ranks; they agree on one of their next calls.
+        """Requests a save soon, on all ranks. The ranks agree on one of their next calls.
 
         Call it on any rank, from any thread or signal handler. With a single rank, the next
         ``maybe_save`` saves. Several requests before that cause one save.
@@ -163,13 +163,13 @@ class ManagerHandle:
             reason: Stored with the snapshot: one line, at most 1,000 characters.
 
         Raises:
-            UsageError: Another reason, a closed manager, or a forked process. Nothing was asked
-                for.
+            UsageError: The reason is invalid, the manager is closed, or the process was forked.
+                Nothing was requested.
         """
         self._body.request(reason)
 
     def status(self) -> Status:
-        """Returns what this rank knows. No I/O."""
+        """Returns the state of the manager, as this rank knows it. Does no I/O."""
         return self._body.status()
 
 
@@ -179,40 +179,41 @@ name_methods(ManagerHandle, "CheckpointManager")
 class CheckpointManager(ManagerHandle):
     """Saves, keeps and restores the snapshots of one training run, in one folder.
 
-    A snapshot is a folder ``step-<step>.g<generation>`` at the root. A manager takes a new
-    generation with its first save, and again with the first save after a restore, so snapshots
-    are ordered by the course of the run, not by clocks or step numbers. The steps of a run are its
-    own and those that it continues, up to the step it was restored from; others are abandoned.
+    A snapshot is a folder ``step-<step>.g<generation>`` at the root. A manager begins a new
+    generation with its first save, and again with the first save after a restore, so snapshots are
+    ordered by the course of the run, not by clocks or step numbers. A run consists of its own steps
+    and those that it continues, up to the restored step. All other steps are abandoned.
 
     Every rank creates a manager and makes the same calls. Use it as ``async with``, or call
     ``close`` at the end.
 
     Args:
         root: A folder or URL for this run only.
-        app_state: Statefuls by key, as for ``Snapshot.take``; may be passed with each call instead.
+        app_state: Statefuls by key, as for ``Snapshot.take``. May be passed with each call instead.
         save: When ``maybe_save`` saves, for example ``every.steps(500)``. None: only on
             ``request``. ``save`` and ``async_save`` save at any step.
-        keep: What stays, for example ``keep.last(3) | keep.best("loss", "min")``. Judged on rank 0
-            after each commit, once the new snapshot is verified. The newest step, the newest
-            verified one, ``min_valid`` verified ones, the one restored from, abandoned steps and
-            everything that no manager wrote stay anyway.
-        min_valid: Number of verified snapshots that always stay.
-        max_pending: Saves in flight. A due save waits for the oldest of them first.
+        keep: Which steps to keep, for example ``keep.last(3) | keep.best("loss", "min")``. Judged
+            on rank 0 after each commit, once the new snapshot is verified. The newest step, the
+            newest verified one, ``min_valid`` verified ones, the restored one, abandoned steps and
+            everything that no manager wrote are always kept.
+        min_valid: Number of verified snapshots that are always kept.
+        max_pending: Largest number of saves in flight. When it is reached, a due save first waits
+            for the oldest one.
         tiers: A faster place for new snapshots, such as ``["/nvme/run-7"]``, for this run only.
-            Saves go there, and are copied to the root in the background; restores read what is
-            there. All ranks must see it: one machine, or a shared file system.
+            Saves go there, and are copied to the root in the background. Restores read the copies
+            there. All ranks must share it: one machine, or a shared file system.
         replicated, stage, storage_options, options, group, store, progress: See
             ``Snapshot.async_take``.
         metadata: Stored with each snapshot.
-        notices: Watchers for warnings that the job ends soon. ``maybe_save`` then saves, if
+        notices: Watchers that notice when the job is about to end. ``maybe_save`` then saves, if
             ``save`` has ``every.notice()`` and there is time, and ``should_stop`` becomes true.
-            Ranks may have different ones; a rank without any passes ``[]``. They start with the
-            ``async with`` block, or else with the first restore or ``maybe_save``.
+            Ranks may have different watchers. A rank without any passes ``[]``. Watchers start with
+            the ``async with`` block, or else with the first restore or ``maybe_save``.
         watch_requests_s: How often rank 0 checks for requests of ``actorsnap save-now``, in
             seconds; None: never.
 
     Raises:
-        UsageError: A bad argument.
+        UsageError: An argument is invalid.
     """
 
     def __enter__(self) -> NoReturn:
@@ -246,21 +247,20 @@ class CheckpointManager(ManagerHandle):
     ) -> Decision:
         """Saves the step if the policy is due. Call it once per step, on all ranks.
 
-        Returns when the state is staged. While no save is due, it sends no message and makes no
-        request.
+        Returns when the state is staged. If no save is due, it sends no messages or requests.
 
         Args:
-            step: Of the training loop. Must not go back, except after ``restore``.
-            metrics: Numbers by name; rank 0's are stored, if the step is saved. A callable is
+            step: Step of the training loop. Must not go back, except after ``restore``.
+            metrics: Numbers by name. Rank 0's are stored, if the step is saved. A callable is
                 called on every rank, only if the step is saved.
-            metadata: Added to the manager's.
+            metadata: Added to the manager's ``metadata``.
 
         Raises:
-            UsageError: The step goes back, or an argument is bad.
+            UsageError: The step goes back, or an argument is invalid.
             RootTaken: A later manager has begun a run at the root. Nothing was saved.
-            SnapshotAborted: This save failed; or an earlier one did, in the background, and this
+            SnapshotAborted: This save failed. Or an earlier save failed in the background, and this
                 step is still saved. All ranks raise it in the same call.
-        Cancellation: As of ``Snapshot.async_take``.
+        Cancellation: See ``Snapshot.async_take``.
         """
         given = Given(metrics, app_state, metadata)
         due = self._body.due(step, given)
@@ -282,12 +282,12 @@ class CheckpointManager(ManagerHandle):
         app_state: AppState | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Snapshot:
-        """Saves the step now; returns when it is committed and, on rank 0, verified.
+        """Saves the step now. Returns when it is committed and, on rank 0, verified.
 
         Raises:
             UsageError, RootTaken, SnapshotAborted: See ``maybe_save``.
-            FormatError: It was committed, but is damaged. Only on rank 0, which verifies.
-        Cancellation: As of ``Snapshot.take``.
+            FormatError: The snapshot is committed, but damaged. Only on rank 0, which verifies it.
+        Cancellation: See ``Snapshot.take``.
         """
         save = await run_async(
             self._body.save(
@@ -310,11 +310,11 @@ class CheckpointManager(ManagerHandle):
         app_state: AppState | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> PendingSnapshot:
-        """Saves the step now; returns when the state is staged.
+        """Saves the step now. Returns when the state is staged.
 
         Raises:
             UsageError, RootTaken, SnapshotAborted: See ``maybe_save``.
-        Cancellation: As of ``Snapshot.async_take``.
+        Cancellation: See ``Snapshot.async_take``.
         """
         save = await run_async(
             self._body.save(
@@ -331,8 +331,8 @@ class CheckpointManager(ManagerHandle):
     def events(self) -> AsyncGenerator[ManagerEvent, None]:
         """Yields what the manager does on this rank, from its first call until ``close``.
 
-        The latest 1,000 events are kept. An iterator that is too slow misses older ones;
-        ``num_missed`` of the next event counts them.
+        The latest 1,000 events are kept. An iterator that is too slow misses older ones.
+        ``num_missed`` of the next event counts these.
         """
         return follow_async(EventReader(self._body.events))
 
@@ -345,23 +345,24 @@ class CheckpointManager(ManagerHandle):
         valid: Literal["quick", "full"] = "quick",
         allow_fresh: bool = False,
     ) -> Restored | None:
-        """Restores the newest whole snapshot of the run, on all ranks.
+        """Restores the newest intact snapshot of the run, on all ranks.
 
         Rank 0 chooses the snapshot for all ranks. If it is damaged, a warning is logged, and the
-        next older one is restored. All other errors are raised: an outage or a wrong model must
-        not cost steps.
+        next older one is restored. All other errors are raised, so that an outage or a wrong model
+        does not cost steps.
 
         Args:
             strict: See ``Snapshot.restore``. False verifies every byte first.
-            valid: Check before a snapshot is restored (``Snapshot.verify``); restored bytes are
-                compared with their checksums anyway.
+            valid: How to check a snapshot before the restore (level of ``Snapshot.verify``). The
+                restore itself also verifies the bytes that it reads.
             allow_fresh: Return None instead of raising ``NoValidSnapshot``.
 
         Returns:
             None if nothing was ever committed at the root: a fresh start.
 
         Raises:
-            NoValidSnapshot: There are snapshots, but none is whole; names each with its reason.
+            NoValidSnapshot: There are snapshots, but none is intact. The error lists each with its
+                reason.
             IncompatibleState, StorageError, UnsupportedFormat: See ``Snapshot.restore``.
         Cancellation: Tensors may be partly overwritten.
         """
@@ -378,7 +379,7 @@ class CheckpointManager(ManagerHandle):
         """Restores a step of the run, on all ranks. The next save abandons later steps.
 
         Raises:
-            UsageError: The run has no such step; names those it has.
+            UsageError: The run has no such step. The error lists the existing ones.
             Exception: See ``Snapshot.restore``.
         Cancellation: Tensors may be partly overwritten.
         """
@@ -386,10 +387,10 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def all_steps(self) -> list[int]:
-        """Returns the steps of the run, in its order. Each rank looks for itself.
+        """Returns the steps of the run, in the order of the run. Each rank reads the root itself.
 
-        While rank 0 deletes snapshots, also right after the ``with`` block, ranks may get different
-        answers. If all need the same one, broadcast that of rank 0.
+        While rank 0 deletes snapshots, even right after the ``with`` block, ranks may get different
+        answers. If all need the same answer, broadcast rank 0's.
 
         Raises:
             StorageError: Listing or reading failed.
@@ -398,10 +399,11 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def steps(self, *, all: bool = False) -> list[StepInfo]:
-        """Returns the snapshots of the run, in its order.
+        """Returns the snapshots of the run, in the order of the run.
 
         Args:
-            all: Also abandoned, damaged, unfinished ones, and those that are being deleted.
+            all: Include abandoned, damaged and unfinished snapshots, and those that are being
+                deleted.
 
         Raises:
             StorageError: Listing or reading failed.
@@ -410,7 +412,7 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def latest(self) -> StepInfo | None:
-        """Returns the newest step of the run, committed but maybe damaged since.
+        """Returns the newest committed step of the run, without checking that it is intact.
 
         Raises:
             StorageError: Listing or reading failed.
@@ -428,26 +430,26 @@ class CheckpointManager(ManagerHandle):
 
     @async_call
     async def best(self, metric: str, mode: Literal["min", "max"]) -> StepInfo | None:
-        """Returns the step of the run with the best value; the oldest of equal ones.
+        """Returns the step with the best value of a metric. Of equal values, the oldest wins.
 
         Returns:
             None if no step has the metric as a number. A warning names other metrics, if any.
 
         Raises:
-            UsageError: Another mode.
+            UsageError: The mode is invalid.
             StorageError: Listing or reading failed.
         """
         return await run_async(self._body.best(metric, mode))
 
     @async_call
     async def explain(self, keep: KeepPolicy | None = None) -> list[Verdict]:
-        """Returns why each step of the run stays or goes. Deletes nothing.
+        """Returns whether each step of the run is kept, and why. Deletes nothing.
 
-        Reasons that protect a step from any policy are among them: newest, verified, pinned (by
-        whom and why), restored from.
+        The reasons include those that protect a step from any policy: newest, verified, pinned (by
+        whom and why), restored.
 
         Args:
-            keep: Another policy than the manager's.
+            keep: A policy to use instead of the manager's.
 
         Raises:
             StorageError: Listing or reading failed.
@@ -459,27 +461,27 @@ class CheckpointManager(ManagerHandle):
         """Deletes the steps that the policy does not keep. Call it on rank 0, after its first save.
 
         Raises:
-            UsageError: It deletes, and this is not rank 0.
+            UsageError: The call would delete steps on another rank than rank 0.
             StorageError: Listing or reading failed. Failed deletions are in the report.
-        Cancellation: Some are deleted; the next pass finishes.
+        Cancellation: Some steps are deleted. The next pass deletes the rest.
         """
         return await run_async(self._body.prune(keep, dry_run=dry_run))
 
     @async_call
     async def delete(self, step: int | StepName, *, force: bool = False) -> None:
-        """Deletes one snapshot, as a pass does. Call it on rank 0.
+        """Deletes one snapshot. Call it on rank 0.
 
         Args:
-            step: A step of the run; or, if it has no such step, an abandoned or damaged one. Or a
-                name from ``steps(all=True)``.
+            step: A step of the run or, if the run has no such step, an abandoned or damaged one. Or
+                a name from ``steps(all=True)``.
             force: Also delete a pinned snapshot, or the only valid one of the run.
 
         Raises:
             UsageError: There is no such snapshot, it is pinned or the only valid one, or this is
                 not rank 0.
             RootTaken: A later manager has begun a run at the root. Nothing was deleted.
-            StorageError: Deleting failed; the next pass finishes what began.
-        Cancellation: What began is finished by the next pass.
+            StorageError: Deleting failed. The next pass finishes a deletion that has begun.
+        Cancellation: The next pass finishes a deletion that has begun.
         """
         await run_async(self._body.delete(step, force=force))
 
@@ -488,17 +490,18 @@ class CheckpointManager(ManagerHandle):
         """Protects a snapshot from every policy and from ``delete``.
 
         Call it on one rank, in any process.
-        A snapshot may have several pins; each counts. An evaluation job pins what it reads.
+        A snapshot may have several pins. Each counts. Evaluation jobs, for example, pin the
+        snapshots that they read.
 
         Args:
             step: See ``delete``.
             reason: For people, and for ``unpin``: one line, at most 1,000 characters.
-            until: A time, or the time from now, after which the pin no longer counts.
+            until: When the pin expires: a time, or a duration from now. None: never.
 
         Raises:
-            UsageError: There is no such snapshot, it was deleted at the same time, or the reason
-                is bad.
-            StorageError: Storing failed, or a deletion began before and does not end.
+            UsageError: There is no such snapshot, it was deleted at the same time, or the reason is
+                invalid.
+            StorageError: Storing failed, or an earlier deletion has begun and does not end.
         Cancellation: The pin may be stored.
         """
         return await run_async(looking.pin(self._body.places, step, reason, until))
@@ -508,11 +511,11 @@ class CheckpointManager(ManagerHandle):
         """Removes a pin, or all pins of a step if they have the same reason.
 
         Args:
-            step: What ``pin`` returned, or a step.
-            reason: Remove the pins for this reason.
+            step: The result of ``pin``, or a step.
+            reason: Remove only pins with this reason.
 
         Raises:
-            UsageError: There is no such pin, or there are pins for several reasons.
+            UsageError: There is no such pin, or the pins have several reasons.
             StorageError: Listing or deleting failed.
         """
         await run_async(looking.unpin(self._body.places, step, reason))
@@ -522,10 +525,10 @@ class CheckpointManager(ManagerHandle):
         """Adds metrics to a snapshot after its save.
 
         Call it on one rank, in any process.
-        A value replaces an earlier one of the same name. Policies use it from the next pass on.
+        A value replaces an earlier one with the same name. Policies use it from the next pass on.
 
         Args:
-            step: See ``delete``; also of a save in flight.
+            step: See ``delete``. May also be the step of a save in flight.
 
         Raises:
             UsageError: There is no such snapshot, or a value is not a number.
@@ -539,7 +542,7 @@ class CheckpointManager(ManagerHandle):
 
         Raises:
             SnapshotAborted, RootTaken: A save failed.
-            FormatError: A committed snapshot is damaged. Only on rank 0, which verifies.
+            FormatError: A committed snapshot is damaged. Only on rank 0, which verifies it.
         Cancellation: The saves continue.
         """
         await run_async(self._body.wait())
@@ -547,13 +550,13 @@ class CheckpointManager(ManagerHandle):
     @async_call
     async def close(self, timeout_s: float = 60.0) -> None:
         """Saves the last step if the policy (``every.last``) or a request asks for it, with the
-        arguments of its ``maybe_save``, and waits for pending saves.
+        arguments of its ``maybe_save``. Waits for pending saves.
 
         Args:
             timeout_s: Longest wait for deletions, in seconds. The next manager finishes the rest.
 
         Raises:
-            UsageError: Another timeout. Nothing was closed.
+            UsageError: The timeout is invalid. Nothing was closed.
             SnapshotAborted, RootTaken, FormatError: See ``wait``.
         """
         await run_async(self._own_body.close(timeout_s=timeout_s))

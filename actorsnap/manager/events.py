@@ -49,11 +49,11 @@ class EventKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ManagerEvent:
-    """Something that a manager has done.
+    """An action of a manager.
 
     Attributes:
         kind: An ``EventKind``, which is a str.
-        step: Of the snapshot, if it is about one.
+        step: Step of the snapshot, if the event concerns one.
         time_s: Seconds since 1970.
         num_missed: Number of events that the iterator missed right before this one.
     """

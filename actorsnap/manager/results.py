@@ -38,13 +38,13 @@ class StepInfo:
     """A snapshot at the root.
 
     Attributes:
-        created_s: Since 1970; 0 unless committed.
+        created_s: Time of the save, in seconds since 1970. 0 unless committed.
         metrics: See ``CheckpointManager.maybe_save``.
-        state: ``"committed"``; ``"abandoned"``: committed, but the run went on from an earlier
+        state: ``"committed"``; ``"abandoned"``: committed, but the run continued from an earlier
             step; ``"damaged"``: its commit object cannot be read; ``"unfinished"``: never
             committed; ``"deleting"``.
         pins: Reasons why it is not deleted.
-        is_durable: Committed at the root; False: at the tier only (``tiers``).
+        is_durable: Whether it is committed at the root. False: only on the tier (``tiers``).
     """
 
     step: int
@@ -62,9 +62,9 @@ class Restored:
     """The result of a restore.
 
     Attributes:
-        url: URL of the restored copy. It is at the tier if the copy there is whole, otherwise at
-            the root.
-        skipped: URLs of newer snapshots, or of nearer copies, that are damaged, with the reasons.
+        url: URL of the restored copy: on the tier if the copy there is intact, otherwise at the
+            root.
+        skipped: URLs of damaged newer snapshots, or damaged copies on the tier, with the reasons.
     """
 
     step: int
@@ -78,7 +78,7 @@ class PruneReport:
     """The result of ``prune``.
 
     Attributes:
-        verdicts: On each committed step of the run, oldest first.
+        verdicts: A verdict on each committed step of the run, oldest first.
         deleted: URLs; with ``dry_run`` those that would be deleted.
         failed: Reasons by URL. A later pass tries again.
     """
@@ -90,7 +90,7 @@ class PruneReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Status:
-    """What this rank knows.
+    """The state of a manager, as this rank knows it.
 
     Attributes:
         generation: Of this run; None before its first save.
@@ -102,12 +102,13 @@ class Status:
         num_deletes_left: Number of steps that the last pass had no time to delete, although no
             policy keeps them. Rank 0 only.
         is_superseded: Another manager has begun a run at the root: this one deletes nothing.
-        draining: Steps that are at the tier and not yet at the root. Rank 0 only.
+        draining: Steps that are on the tier and not yet at the root. Rank 0 only.
         failed_drains: Reasons by URL; later drains try again. Rank 0 only.
         due_in_s: Seconds until a clock makes a save due. Rank 0 only; None if no clock does.
         requests: Reasons of saves that were requested and have not begun. Rank 0 has those of all
             ranks, other ranks their own.
-        last_agreement: Outcome of the last agreement of the ranks; empty before the first one.
+        last_agreement: Outcome of the latest agreement between the ranks. Empty before the first
+            one.
     """
 
     generation: int | None

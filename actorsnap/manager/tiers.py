@@ -68,7 +68,7 @@ def add_tier(root: Root, tiers: object, options: Options) -> Root:
     """Returns the root with its tier, if one is given.
 
     Raises:
-        UsageError: A bad argument.
+        UsageError: An argument is invalid.
     """
     if isinstance(tiers, str | os.PathLike) or not isinstance(tiers, Sequence):
         raise UsageError(f'tiers must be a list like ["/nvme/run-7"], not {tiers!r}')

@@ -26,7 +26,7 @@ from actorsnap.planning.keeping import check_count, checked_steps, metric_value
 
 
 class SavePolicy(ABC):
-    """Decides when to save. Policies are joined by ``|``."""
+    """Decides when to save. Combine policies with ``|``."""
 
     __slots__ = ()
 
@@ -35,7 +35,7 @@ class SavePolicy(ABC):
         """Returns why to save at ``step``; empty if no save is due.
 
         Args:
-            is_first: It is this manager's first step.
+            is_first: Whether this is the manager's first step.
         """
 
     def at_end(self) -> str:

@@ -159,13 +159,13 @@ def leftovers(
 
 
 class KeepPolicy(ABC):
-    """Decides which steps stay. Policies are joined by ``|``."""
+    """Decides which steps to keep. Combine policies with ``|``."""
 
     __slots__ = ()
 
     @abstractmethod
     def judge(self, steps: Sequence[StoredStep]) -> dict[StepName, str]:
-        """Returns the steps that stay, with the reason for each.
+        """Returns the steps to keep, with the reason for each.
 
         Args:
             steps: In timeline order, oldest first; without duplicates.
@@ -531,7 +531,7 @@ def checked_steps(steps: object, call: str) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a step stays. A step that goes has no reasons."""
+    """Whether a step is kept. A step that is deleted has no reasons."""
 
     name: StepName
     keeps: bool

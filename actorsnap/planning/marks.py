@@ -19,9 +19,9 @@ class Pin:
     """A snapshot that must not be deleted.
 
     Attributes:
-        holder: Who pinned it, for people.
+        holder: Who pinned it (user, host and process), for people.
         until_s: When it expires, in seconds since 1970; None: never.
-        key: Of its mark, at the root.
+        key: Key of its mark, at the root.
     """
 
     name: StepName

@@ -46,8 +46,8 @@ class Notice:
     """A warning that this process will be ended.
 
     Attributes:
-        reason: Its source.
-        grace_s: Time left when it came, in seconds; None if unknown.
+        reason: Source of the notice.
+        grace_s: Time left when the notice arrived, in seconds. None: unknown.
     """
 
     reason: str
@@ -61,15 +61,15 @@ class Watcher(Protocol):
         """Begins to watch.
 
         Args:
-            on_notice: Called once per notice, on any thread or in a signal handler, maybe while
-                another call of it runs. It must not raise, wait, log or take a lock.
+            on_notice: Called once per notice, on any thread or in a signal handler, possibly while
+                another call runs. Must not raise, wait, log or take a lock.
 
         Raises:
-            UsageError: It cannot watch here, or was started before.
+            UsageError: The watcher cannot work here, or is already started.
         """
 
     def stop(self) -> None:
-        """Ends watching; may be repeated. A notice that is on its way may still arrive."""
+        """Stops watching. May be repeated. A notice that was already detected may still arrive."""
 
 
 class PollingWatcher:

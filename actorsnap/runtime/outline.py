@@ -378,7 +378,7 @@ def _outline_of(entry: Entry) -> tuple[object, ...]:
 
 
 class SnapshotTree:
-    """A drawing of what a snapshot holds: ``print`` it, or show it in a notebook."""
+    """A drawing of a snapshot's contents: ``print`` it, or show it in a notebook."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -47,8 +47,8 @@ def step() -> Step:
     """Marks a training step, for ``Options.max_slowdown``: ``with actorsnap.step(): ...``.
 
     Measures the time of the step, including any ``await``. Steps that raise do not count. Mark
-    every step, also while no save is running. Always mark the same work, without evaluations. Use
-    it in one training loop per process. Takes microseconds and never blocks.
+    every step, even while no save is running. Always mark the same work, without evaluations. Use
+    it in one training loop per process. The call takes microseconds and never blocks.
     """
     return Step()
 

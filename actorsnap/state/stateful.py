@@ -82,7 +82,7 @@ class RNGState:
 
         Raises:
             UsageError: A state does not fit this Python, NumPy or torch. Later generators keep
-                theirs.
+                their states.
         """
         setters: dict[str, Callable[[Any], object]] = {
             "python": _set_python,

@@ -46,20 +46,20 @@ logger = Log(__name__)
 class ActorsnapReader(StorageReader):
     """Reads any snapshot for ``torch.distributed.checkpoint.load``, with DCP's planners.
 
-    Each rank reads its own ranges; every byte is compared with its checksum. A checkpoint of DCP's
-    ``FileSystemWriter`` is read in place, without checksums, and without executing its pickles; see
-    ``docs/migrate/index.md``.
+    Each rank reads its own ranges, and verifies their checksums. A checkpoint of DCP's
+    ``FileSystemWriter`` is read in place, without checksums, and without executing its pickles
+    (``docs/migrate/index.md``).
 
     Args:
-        path: A folder or URL; None: DCP's calls pass ``checkpoint_id``.
+        path: A folder or URL. None: DCP's calls pass ``checkpoint_id``.
         storage_options, options: See ``Snapshot``.
-        rank: The rank whose private leaves are read; None: this process's rank in the default
+        rank: The rank whose private leaves are read. None: this process's rank in the default
             process group. Snapshots of DCP's calls have no private leaves, except with
             ``use_collectives=False``.
-        _extension_registry: Has no effect: torch's zstd is known, others are refused by name.
+        _extension_registry: Ignored. torch's zstd is supported, other extensions are refused.
 
     Raises:
-        UsageError: A bad argument.
+        UsageError: An argument is invalid.
     """
 
     def __init__(
@@ -103,9 +103,9 @@ class ActorsnapReader(StorageReader):
     def read_metadata(self) -> Metadata:
         """Returns the leaves that this rank may read.
 
-        An error is raised by ``set_up_storage_reader``: there all ranks get it, as a
-        ``CheckpointException``. Until torch 2.11, DCP drops one of ``read_metadata``; later ones
-        keep its text.
+        Errors are raised by ``set_up_storage_reader`` instead, where all ranks get them, as a
+        ``CheckpointException``. Up to torch 2.11, DCP drops the errors of ``read_metadata``. Later
+        releases keep their text.
         """
         meta = StorageMeta(checkpoint_id=self.path, load_id=self.load_id)
         try:

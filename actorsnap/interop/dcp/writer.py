@@ -95,26 +95,26 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
     """Saves snapshots for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
     All ranks of DCP's call save together, as in ``Snapshot.take``: all commit or all fail, and an
-    older snapshot at the path stays valid until the commit. It needs no collectives of its own.
-    The job's store may be a FileStore.
+    older snapshot at the path stays valid until the commit. It uses no collectives. The job's store
+    may be a FileStore.
 
-    Takes the arguments of ``FileSystemWriter`` in its order. Those not listed here have no effect,
-    except ``_extensions``: ``ZStandard`` means ``Options.compression``, others are refused.
+    Takes the arguments of ``FileSystemWriter``, in the same order. Those not listed here have no
+    effect, except ``_extensions``: ``ZStandard`` sets ``Options.compression``, others are refused.
 
     Args:
-        path: A folder or URL; None: DCP's calls pass ``checkpoint_id``.
+        path: A folder or URL. None: DCP's calls pass ``checkpoint_id``.
         overwrite: Replace a snapshot at the path.
         storage_options, options: See ``Snapshot``.
         step, metadata: See ``Snapshot.take``.
-        process_group: The ranks that save with ``use_collectives=False``, where DCP does not pass
-            them to a writer; None: the default group.
+        process_group: The ranks that save together with ``use_collectives=False``, because DCP does
+            not pass them to a writer. None: the default group.
         marker: After the commit, write a file ``.metadata``, for programs that look for it.
 
     Attributes:
         save_id: After a save, the snapshot's attempt.
 
     Raises:
-        UsageError: A bad argument.
+        UsageError: An argument is invalid.
     """
 
     def __init__(
@@ -196,11 +196,11 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Saves the plans of all ranks; returns when the snapshot is committed.
+        """Saves the plans of all ranks. Returns when the snapshot is committed.
 
         Raises:
-            ObjectExists, SnapshotAborted, UsageError: See ``Snapshot.take``. DCP makes it a
-                ``CheckpointException``, with these in ``failures``.
+            ObjectExists, SnapshotAborted, UsageError: See ``Snapshot.take``. DCP raises a
+                ``CheckpointException`` with these in ``failures``.
         """
         if self.path is None:
             raise UsageError("ActorsnapWriter has no path: pass it, or checkpoint_id=")
@@ -239,7 +239,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         return done
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Completes the metadata that DCP returns. The snapshot is committed already."""
+        """Completes the metadata that DCP returns. The snapshot is already committed."""
         metadata.storage_data = {
             result.index: result.storage_data for written in results for result in written
         }
