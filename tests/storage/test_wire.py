@@ -343,7 +343,11 @@ async def test_a_cancellation_after_the_last_byte_does_not_harm_the_next_exchang
         await anyio.sleep(0.01)  # the caller is cancelled meanwhile
         return result
 
-    with serving(repeat(lambda peer: (peer.request(), peer.answer(b"ok")))) as server:
+    def answer(peer: Peer) -> None:
+        peer.request()
+        peer.answer(b"ok")
+
+    with serving(repeat(answer)) as server:
         wire = Wire(cancelled_late, NetworkOptions(max_concurrency=4))
         with scope:
             await wire.send(put(server))
