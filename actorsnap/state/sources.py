@@ -101,9 +101,10 @@ def memory_at(address: int, nbytes: int, owner: object) -> memoryview:
     """Returns a view that keeps ``owner`` alive."""
     if nbytes == 0:
         return memoryview(bytearray())
-    window = _WINDOWS[nbytes.bit_length()].from_address(address)
+    window = _WINDOWS[(nbytes - 1).bit_length()].from_address(address)
     window.owner = owner
-    return memoryview(window).cast("B")[:nbytes]
+    view = memoryview(window).cast("B")
+    return view if len(view) == nbytes else view[:nbytes]
 
 
 def writable(memory: memoryview) -> memoryview:
