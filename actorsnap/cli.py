@@ -8,25 +8,20 @@ result, or ``{"error": ...}``. ``cli_app.EXIT_CODES`` has the exit codes.
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from enum import StrEnum
+from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import msgspec
 import typer
 from rich.markup import escape as quote
 
+from actorsnap import cli_copies, cli_roots
 from actorsnap import cli_output as output
-from actorsnap import cli_roots
 from actorsnap.actors.formats import NOT_OURS, format_of
-from actorsnap.actors.snapshot_reader import find_commit
 from actorsnap.cli_app import app as app
 from actorsnap.cli_calls import (
     JsonOption,
@@ -34,6 +29,8 @@ from actorsnap.cli_calls import (
     PathArgument,
     Pinned,
     StorageOption,
+    advising,
+    both_sides,
     err,
     errors,
     is_confirmed,
@@ -47,49 +44,24 @@ from actorsnap.cli_calls import (
 from actorsnap.errors import (
     ActorSnapError,
     ChecksumMismatch,
-    FormatError,
     NotASnapshot,
     SnapshotReplaced,
     StorageError,
     UsageError,
 )
-from actorsnap.format.foreign import CONTAINS_SNAPSHOTS, is_of_snapshot
-from actorsnap.format.layout import MAX_SHARD_BYTES
+from actorsnap.format.foreign import CONTAINS_SNAPSHOTS
 from actorsnap.format.manifest import (
-    BytesEntry,
     Commit,
-    CompositeEntry,
     RankManifest,
-    TensorEntry,
     ValueEntry,
-    ViewEntry,
 )
-from actorsnap.planning.renaming import function_of
-from actorsnap.runtime import copy as copying
 from actorsnap.runtime import maintenance, reading, tracefile
 from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
-from actorsnap.runtime.copy import CopyEvent, CopyEventKind
-from actorsnap.runtime.location import Location, make_location
 from actorsnap.runtime.roots import find_pins
-from actorsnap.runtime.source import OpenSource, Source
+from actorsnap.runtime.source import Source
 from actorsnap.runtime.treemap import Treemap
 from actorsnap.runtime.verify import VerifyReport
-from actorsnap.storage.registry import folder_and_name
-
-_COPY_A_RUN = (
-    "To copy a whole run, stop the job, then copy every object with a tool that copies folders: "
-    'see "Copy a whole run" in docs/howto/copy-and-verify.md'
-)
-
-_MAX_LOOKED_AT = 1000
-"""Number of objects at a copy's destination that are searched for other files."""
-
-
-class ExportFormat(StrEnum):
-    HF = "hf"
-    TORCH = "torch"
-    DCP = "dcp"
 
 
 @app.command()
@@ -149,17 +121,6 @@ def _explain(error: NotASnapshot, path: str) -> None:
             links = sorted(entry.name for entry in entries if entry.is_symlink())
         if links:
             error.add_note(f"`actorsnap ls` does not follow symbolic links, such as {links[0]}")
-
-
-@contextmanager
-def _advising(advice: str) -> Iterator[None]:
-    """Adds the advice to the error for a folder of snapshots."""
-    try:
-        yield
-    except NotASnapshot as error:
-        if CONTAINS_SNAPSHOTS in error.detail:
-            error.add_note(advice)
-        raise
 
 
 def _only_one(
@@ -268,7 +229,7 @@ def verify(
         report: VerifyReport
         with progress("verifying") as update:
             level = "full" if full else "quick"
-            with _advising(f"`actorsnap verify --all {shlex.quote(path)}` checks each of them"):
+            with advising(f"`actorsnap verify --all {shlex.quote(path)}` checks each of them"):
                 report = run(verification.verify(source, level=level, progress=update))
         if as_json:
             problems = [str(problem) for problem in report.problems]
@@ -328,7 +289,7 @@ def diff(
             num_rows += len(rows)
 
         flags = ("--a-option", "--b-option")
-        left_there, right = _both_sides(a, b, a_option, b_option, option, flags)
+        left_there, right = both_sides(a, b, a_option, b_option, option, flags)
         run(reading.each_pair(left_there, Source(right, options()), compare))
         leaves = output.count_of(num_leaves, "leaf", "leaves")
         if as_json:
@@ -388,316 +349,6 @@ def _find_value(source: Source, path: str) -> ValueEntry | None:
 
 
 _PLAIN = (str, int, float, type(None))
-
-OverwriteOption = Annotated[
-    bool, typer.Option("--overwrite", help="Replace an existing snapshot or export at DST.")
-]
-SourceOption = Annotated[
-    list[str] | None,
-    typer.Option("--src-option", metavar="KEY=VALUE", help="Storage option for SRC."),
-]
-TargetOption = Annotated[
-    list[str] | None,
-    typer.Option("--dst-option", metavar="KEY=VALUE", help="Storage option for DST."),
-]
-BothOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        metavar="KEY=VALUE",
-        help="Storage option for SRC and DST, unless --src-option or --dst-option sets it.",
-    ),
-]
-
-
-def _both_sides(
-    source: str,
-    to: str,
-    src_option: list[str] | None,
-    dst_option: list[str] | None,
-    option: list[str] | None,
-    flags: tuple[str, str] = ("--src-option", "--dst-option"),
-) -> tuple[Source, Location]:
-    both = parse_storage_options(option)
-    location = make_location(source, both | parse_storage_options(src_option, flags[0]))
-    return (
-        Source(location, options()),
-        make_location(to, both | parse_storage_options(dst_option, flags[1])),
-    )
-
-
-@app.command()
-def cp(
-    source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
-    to: Annotated[
-        str,
-        typer.Argument(
-            help="Path or URL of the copy itself, not of the folder above it.", metavar="DST"
-        ),
-    ],
-    overwrite: OverwriteOption = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, one line for each event.")
-    ] = False,
-    src_option: SourceOption = None,
-    dst_option: TargetOption = None,
-    option: BothOption = None,
-) -> None:
-    """Copy a snapshot, or continue an interrupted copy. Other formats are converted."""
-    with errors(interrupted="interrupted; run the command again to continue"):
-        source_there, target = _both_sides(source, to, src_option, dst_option, option)
-        _refuse_folder(target, to, may_have_files=overwrite)
-        with progress("copying") as update:
-
-            def show(event: CopyEvent) -> None:
-                update(event.done_bytes, event.total_bytes)
-                if as_json and event.kind is not CopyEventKind.MOVED:
-                    sys.stdout.write(json.dumps(msgspec.to_builtins(event)) + "\n")
-                    sys.stdout.flush()
-
-            with _advising(_COPY_A_RUN):
-                report = run(copying.copy(source_there, target, overwrite=overwrite, on_event=show))
-        if as_json:
-            output.write_lines([json.dumps({"kind": "done", **msgspec.to_builtins(report)})])
-        elif report.was_there:
-            output.write_lines(
-                [
-                    f"{to} is that snapshot already, and was left alone: all objects are there, in "
-                    "the right sizes. `actorsnap verify --full "
-                    f"{shlex.quote(output.one_line(to))}` compares their bytes"
-                ]
-            )
-        else:
-            objects = output.count_of(report.num_copied, "object", "objects")
-            kept = f"; {output.size_text(report.skipped_bytes)} were there" * bool(
-                report.num_skipped
-            )
-            output.write_lines([f"copied {objects}, {output.size_text(report.copied_bytes)}{kept}"])
-
-
-def _refuse_folder(target: Location, to: str, *, may_have_files: bool) -> None:
-    """Refuses a folder of snapshots or other files, and one inside a snapshot: the copy would be
-    mixed with them.
-    """
-    there = Source(target, options())
-    try:
-        found = run(maintenance.find_snapshots(there, failed={}))
-        names = [name for name, commit in found.items() if isinstance(commit, Commit)]
-        what = "snapshots"
-        if not names and not may_have_files:
-            names, what = run(there.perform("list", _find_other_file)), "other files"
-        if run(there.perform("look", _is_taken)):
-            return
-        above = folder_and_name(target.url)
-        if above is not None:
-            parent = Source(replace(target, url=above[0], display_url=above[0]), options())
-            if run(parent.perform("look", _is_taken)):
-                raise UsageError(
-                    f"{to} is in a snapshot, which would contain the copy: choose another place"
-                )
-    except (FormatError, StorageError):
-        return  # the copy reports it
-    if not names:
-        return
-    raise UsageError(
-        f"{to} has {what} in it, such as {output.one_line(names[0])}: name the copy itself, as in "
-        f"{to.rstrip('/')}/NAME"
-    )
-
-
-async def _find_other_file(opened: OpenSource) -> list[str]:
-    """Returns one of the first objects that no snapshot's writer has stored, if any."""
-    num_seen = 0
-    async for info in opened.storage.list(""):
-        if not is_of_snapshot(info.key):
-            return [info.key]
-        num_seen += 1
-        if num_seen >= _MAX_LOOKED_AT:
-            break
-    return []
-
-
-async def _is_taken(opened: OpenSource) -> bool:
-    """Returns whether there is a commit object, intact or not."""
-    try:
-        return await find_commit(opened.storage) is not None
-    except FormatError:
-        return True
-
-
-@app.command()
-def convert(
-    source: Annotated[str, typer.Argument(help="A checkpoint's path or URL.", metavar="SRC")],
-    to: Annotated[str, typer.Argument(help="Path or URL of the new snapshot.", metavar="DST")],
-    overwrite: OverwriteOption = False,
-    as_json: JsonOption = False,
-    src_option: SourceOption = None,
-    dst_option: TargetOption = None,
-    option: BothOption = None,
-) -> None:
-    """Convert a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.
-
-    Works like `cp`, and prints a summary.
-    """
-    with errors(interrupted="interrupted; run the command again to continue"):
-        source_there, target = _both_sides(source, to, src_option, dst_option, option)
-        commit = run(reading.load_commit(source_there))
-        with progress("converting") as update:
-            run(
-                copying.copy(
-                    source_there,
-                    target,
-                    overwrite=overwrite,
-                    on_event=lambda event: update(event.done_bytes, event.total_bytes),
-                )
-            )
-        num_tensors = num_values = num_bytes = 0
-
-        def count(_: Commit, manifest: RankManifest) -> None:
-            nonlocal num_tensors, num_values, num_bytes
-            for entry in manifest.entries:
-                is_tensor = isinstance(entry, TensorEntry | ViewEntry | CompositeEntry)
-                num_tensors += is_tensor and "@" not in entry.path
-                num_values += isinstance(entry, ValueEntry | BytesEntry)
-                if isinstance(entry, TensorEntry | BytesEntry):
-                    num_bytes += entry.data.stop - entry.data.start
-
-        copied = Source(target, options())
-        run(reading.each_manifest(copied, count))
-        if as_json:
-            output.print_json(
-                {
-                    "url": copied.location.url,
-                    "format": format_of(commit),
-                    "num_tensors": num_tensors,
-                    "num_values": num_values,
-                    "nbytes": num_bytes,
-                }
-            )
-            return
-        tensors = output.count_of(num_tensors, "tensor", "tensors")
-        values = output.count_of(num_values, "value", "values")
-        output.write_lines(
-            [
-                f"read {source}: {format_of(commit)}",
-                f"wrote {to}: {tensors}, {values}, {output.size_text(num_bytes)}; nothing was "
-                "refused or left out",
-                "from now on every byte has a checksum: restores compare them, and so does "
-                f"`actorsnap verify --full {shlex.quote(output.one_line(to))}`",
-            ]
-        )
-
-
-@app.command()
-def export(
-    source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
-    to: Annotated[str, typer.Argument(help="A folder, or a file for --to torch.", metavar="DST")],
-    format: Annotated[
-        ExportFormat,
-        typer.Option(
-            "--to",
-            help="hf: safetensors files for from_pretrained; torch: a file for torch.load; dcp: a "
-            "folder for torch.distributed.checkpoint.load.",
-        ),
-    ],
-    key: Annotated[
-        str | None,
-        typer.Option(
-            help="Part of the app state to export. Default: model for hf, otherwise everything."
-        ),
-    ] = None,
-    rename: Annotated[
-        list[str] | None,
-        typer.Option(metavar="OLD=NEW", help="Replace a prefix of paths. Repeatable."),
-    ] = None,
-    leave_out: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--leave-out", metavar="PATH", help="Leave out a key or path, such as rng. Repeatable."
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help="hf: dtype for floating-point tensors, such as bfloat16.")
-    ] = None,
-    max_shard_bytes: Annotated[
-        int, typer.Option(min=1, metavar="N", help="hf: largest size of the tensors in one file.")
-    ] = MAX_SHARD_BYTES,
-    overwrite: OverwriteOption = False,
-    as_json: JsonOption = False,
-    src_option: SourceOption = None,
-    dst_option: TargetOption = None,
-    option: BothOption = None,
-) -> None:
-    """Export a snapshot to the format of another program."""
-    from actorsnap.interop import exports  # torch
-    from actorsnap.sync import Snapshot
-
-    with errors():
-        both = parse_storage_options(option)
-        src_options = both | parse_storage_options(src_option, "--src-option")
-        snapshot = Snapshot(source, storage_options=src_options, options=options())
-        renames = _renames(rename)
-        left_out = _RenameWithout(leave_out, renames) if leave_out else None
-        common: dict[str, Any] = {
-            "rename": renames if left_out is None else left_out,
-            "overwrite": overwrite,
-            "storage_options": both | parse_storage_options(dst_option, "--dst-option"),
-            "progress": sys.stderr.isatty(),
-        }
-        if format is ExportFormat.HF:
-            report = snapshot.export_hf(
-                to, key or "model", dtype=dtype, max_shard_bytes=max_shard_bytes, **common
-            )
-        elif dtype is not None or max_shard_bytes != MAX_SHARD_BYTES:
-            raise UsageError("--dtype and --max-shard-bytes need --to hf")
-        elif format is ExportFormat.TORCH:
-            report = exports.export_torch(snapshot, to, key=key, **common)
-        else:
-            report = exports.export_dcp(snapshot, to, key=key, **common)
-        for each in left_out.unused if left_out else ():
-            err.print(quote(output.visible(f"--leave-out {each}: the snapshot has no such path")))
-        if as_json:
-            output.print_json(msgspec.to_builtins(report))
-            return
-        tensors = output.count_of(report.num_tensors, "tensor", "tensors")
-        files = output.count_of(len(report.files), "file", "files")
-        output.write_lines([f"exported {tensors} to {files}, {output.size_text(report.nbytes)}"])
-        for name, others in report.tied.items():
-            err.print(quote(output.visible(f"{', '.join(others)}: tied to {name}, not written")))
-        for path in report.left_out:
-            err.print(quote(output.visible(f"left out {path!r}: it is not a tensor")))
-
-
-class _RenameWithout:
-    """A rename that leaves out some paths of the snapshot, and gives others new names.
-
-    Attributes:
-        unused: Paths to leave out that match no path of the snapshot.
-    """
-
-    def __init__(self, paths: Sequence[str], renames: Mapping[str, str] | None) -> None:
-        self._paths = [path.strip("/") for path in paths]
-        self._change = function_of(renames or {})
-        self.unused = dict.fromkeys(self._paths)
-
-    def __call__(self, path: str) -> str | None:
-        for each in self._paths:
-            if path == each or path.startswith((f"{each}/", f"{each}.")):
-                self.unused.pop(each, None)
-                return None
-        return self._change(path)
-
-
-def _renames(given: list[str] | None) -> dict[str, str] | None:
-    if not given:
-        return None
-    found: dict[str, str] = {}
-    for text in given:
-        old, equals, new = text.partition("=")
-        if not old or not equals:
-            raise UsageError(f"--rename must be OLD=NEW, not {text!r}")
-        found[old] = new
-    return found
 
 
 @app.command()
@@ -797,7 +448,7 @@ def _collect(
     deletable = complete if may_delete else []
     report = run(maintenance.collect(source, force=force, deletable=deletable))
     if not report.deleted and not report.kept and not report.left:
-        with _advising("rm --garbage takes the snapshots' paths, one or several"):
+        with advising("rm --garbage takes the snapshots' paths, one or several"):
             run(reading.load_commit(source))  # raises if empty
     objects = output.count_of(len(report.deleted), "object", "objects")
     if not as_json:
@@ -976,4 +627,5 @@ def _wait_rows(summary: tracefile.Summary) -> Iterator[list[str]]:
         yield [wait.actor, what, f"{wait.seconds:.3f} s", f"{wait.at_s:.3f} s"]
 
 
+cli_copies.register(app)
 cli_roots.register(app)

@@ -65,6 +65,9 @@ EPILOG = "\n\n".join(
 class Commands(TyperGroup):
     """With ``--json``, also prints the error that ended a command as JSON, on stdout."""
 
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*COMMANDS]
+
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.meta[__name__] = "--json" in args
         return super().parse_args(ctx, args)

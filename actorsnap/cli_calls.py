@@ -26,10 +26,11 @@ from actorsnap.errors import (
     UnsupportedFormat,
     UsageError,
 )
+from actorsnap.format.foreign import CONTAINS_SNAPSHOTS
 from actorsnap.options import Options, from_env
 from actorsnap.runtime.bars import Amount, Display
 from actorsnap.runtime.host import Script
-from actorsnap.runtime.location import make_location
+from actorsnap.runtime.location import Location, make_location
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
 
@@ -187,3 +188,31 @@ class Bar(Display):
 def progress(what: str) -> Bar:
     """Returns a bar for a ``with`` statement, shown if stderr is a terminal."""
     return Bar(what)
+
+
+@contextmanager
+def advising(advice: str) -> Iterator[None]:
+    """Adds the advice to the error for a folder of snapshots."""
+    try:
+        yield
+    except NotASnapshot as error:
+        if CONTAINS_SNAPSHOTS in error.detail:
+            error.add_note(advice)
+        raise
+
+
+def both_sides(
+    source: str,
+    to: str,
+    src_option: list[str] | None,
+    dst_option: list[str] | None,
+    option: list[str] | None,
+    flags: tuple[str, str] = ("--src-option", "--dst-option"),
+) -> tuple[Source, Location]:
+    """Returns where a command reads and where it writes, or what it compares."""
+    both = parse_storage_options(option)
+    location = make_location(source, both | parse_storage_options(src_option, flags[0]))
+    return (
+        Source(location, options()),
+        make_location(to, both | parse_storage_options(dst_option, flags[1])),
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import msgspec
 from typer.main import get_command
 
 from actorsnap.cli import app
+from actorsnap.cli_app import COMMANDS
 from actorsnap.manager import every, keep, notices
 from actorsnap.options import Options
 from docs.generate_protocol import fill
@@ -96,7 +98,9 @@ def _list_of(arguments: str) -> list[str]:
 def commands() -> str:
     """A section per command: what it does, its arguments and options."""
     parts = []
-    for name, command in get_command(app).commands.items():  # type: ignore[attr-defined]
+    found: Mapping[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
+    for name in COMMANDS:
+        command = found[name]
         arguments = [each for each in command.params if each.param_type_name == "argument"]
         usage = " ".join(["actorsnap", name, *map(_usage, arguments), "[OPTIONS]"])
         lines = [f"## {name}", "", _cell(command.help), "", f"```text\n{usage}\n```", ""]

@@ -24,7 +24,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from actorsnap import Options, RNGState, StateDict, cli, cli_app, cli_calls
+from actorsnap import Options, RNGState, StateDict, cli, cli_app, cli_calls, cli_copies
 from actorsnap.errors import ChecksumMismatch, FormatError
 from actorsnap.format.geometry import Box
 from actorsnap.format.layout import Attempt
@@ -1351,7 +1351,7 @@ def test_an_interrupted_copy(saved: Path, tmp_path: Path, monkeypatch: pytest.Mo
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "run", interrupted)
+    monkeypatch.setattr(cli_copies, "run", interrupted)
     ended = run("cp", saved, tmp_path / "b")
     assert (ended.code, ended.out) == (130, "")
     assert ended.err == "interrupted; run the command again to continue\n"

@@ -1,0 +1,365 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that write a snapshot elsewhere: ``cp``, ``convert`` and ``export``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.markup import escape as quote
+
+from actorsnap import cli_output as output
+from actorsnap.actors.formats import format_of
+from actorsnap.actors.snapshot_reader import find_commit
+from actorsnap.cli_calls import (
+    JsonOption,
+    advising,
+    both_sides,
+    err,
+    errors,
+    options,
+    parse_storage_options,
+    progress,
+    run,
+)
+from actorsnap.errors import (
+    FormatError,
+    StorageError,
+    UsageError,
+)
+from actorsnap.format.foreign import is_of_snapshot
+from actorsnap.format.layout import MAX_SHARD_BYTES
+from actorsnap.format.manifest import (
+    BytesEntry,
+    Commit,
+    CompositeEntry,
+    RankManifest,
+    TensorEntry,
+    ValueEntry,
+    ViewEntry,
+)
+from actorsnap.planning.renaming import function_of
+from actorsnap.runtime import copy as copying
+from actorsnap.runtime import maintenance, reading
+from actorsnap.runtime.copy import CopyEvent, CopyEventKind
+from actorsnap.runtime.location import Location
+from actorsnap.runtime.source import OpenSource, Source
+from actorsnap.storage.registry import folder_and_name
+
+_COPY_A_RUN = (
+    "To copy a whole run, stop the job, then copy every object with a tool that copies folders: "
+    'see "Copy a whole run" in docs/howto/copy-and-verify.md'
+)
+
+_MAX_LOOKED_AT = 1000
+"""Number of objects at a copy's destination that are searched for other files."""
+
+
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Replace an existing snapshot or export at DST.")
+]
+SourceOption = Annotated[
+    list[str] | None,
+    typer.Option("--src-option", metavar="KEY=VALUE", help="Storage option for SRC."),
+]
+TargetOption = Annotated[
+    list[str] | None,
+    typer.Option("--dst-option", metavar="KEY=VALUE", help="Storage option for DST."),
+]
+BothOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--option",
+        metavar="KEY=VALUE",
+        help="Storage option for SRC and DST, unless --src-option or --dst-option sets it.",
+    ),
+]
+
+
+class ExportFormat(StrEnum):
+    HF = "hf"
+    TORCH = "torch"
+    DCP = "dcp"
+
+
+def register(app: typer.Typer) -> None:
+    for command in (cp, convert, export):
+        app.command()(command)
+
+
+def cp(
+    source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
+    to: Annotated[
+        str,
+        typer.Argument(
+            help="Path or URL of the copy itself, not of the folder above it.", metavar="DST"
+        ),
+    ],
+    overwrite: OverwriteOption = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON, one line for each event.")
+    ] = False,
+    src_option: SourceOption = None,
+    dst_option: TargetOption = None,
+    option: BothOption = None,
+) -> None:
+    """Copy a snapshot, or continue an interrupted copy. Other formats are converted."""
+    with errors(interrupted="interrupted; run the command again to continue"):
+        source_there, target = both_sides(source, to, src_option, dst_option, option)
+        _refuse_folder(target, to, may_have_files=overwrite)
+        with progress("copying") as update:
+
+            def show(event: CopyEvent) -> None:
+                update(event.done_bytes, event.total_bytes)
+                if as_json and event.kind is not CopyEventKind.MOVED:
+                    sys.stdout.write(json.dumps(msgspec.to_builtins(event)) + "\n")
+                    sys.stdout.flush()
+
+            with advising(_COPY_A_RUN):
+                report = run(copying.copy(source_there, target, overwrite=overwrite, on_event=show))
+        if as_json:
+            output.write_lines([json.dumps({"kind": "done", **msgspec.to_builtins(report)})])
+        elif report.was_there:
+            output.write_lines(
+                [
+                    f"{to} is that snapshot already, and was left alone: all objects are there, in "
+                    "the right sizes. `actorsnap verify --full "
+                    f"{shlex.quote(output.one_line(to))}` compares their bytes"
+                ]
+            )
+        else:
+            objects = output.count_of(report.num_copied, "object", "objects")
+            kept = f"; {output.size_text(report.skipped_bytes)} were there" * bool(
+                report.num_skipped
+            )
+            output.write_lines([f"copied {objects}, {output.size_text(report.copied_bytes)}{kept}"])
+
+
+def _refuse_folder(target: Location, to: str, *, may_have_files: bool) -> None:
+    """Refuses a folder of snapshots or other files, and one inside a snapshot: the copy would be
+    mixed with them.
+    """
+    there = Source(target, options())
+    try:
+        found = run(maintenance.find_snapshots(there, failed={}))
+        names = [name for name, commit in found.items() if isinstance(commit, Commit)]
+        what = "snapshots"
+        if not names and not may_have_files:
+            names, what = run(there.perform("list", _find_other_file)), "other files"
+        if run(there.perform("look", _is_taken)):
+            return
+        above = folder_and_name(target.url)
+        if above is not None:
+            parent = Source(replace(target, url=above[0], display_url=above[0]), options())
+            if run(parent.perform("look", _is_taken)):
+                raise UsageError(
+                    f"{to} is in a snapshot, which would contain the copy: choose another place"
+                )
+    except (FormatError, StorageError):
+        return  # the copy reports it
+    if not names:
+        return
+    raise UsageError(
+        f"{to} has {what} in it, such as {output.one_line(names[0])}: name the copy itself, as in "
+        f"{to.rstrip('/')}/NAME"
+    )
+
+
+async def _find_other_file(opened: OpenSource) -> list[str]:
+    """Returns one of the first objects that no snapshot's writer has stored, if any."""
+    num_seen = 0
+    async for info in opened.storage.list(""):
+        if not is_of_snapshot(info.key):
+            return [info.key]
+        num_seen += 1
+        if num_seen >= _MAX_LOOKED_AT:
+            break
+    return []
+
+
+async def _is_taken(opened: OpenSource) -> bool:
+    """Returns whether there is a commit object, intact or not."""
+    try:
+        return await find_commit(opened.storage) is not None
+    except FormatError:
+        return True
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A checkpoint's path or URL.", metavar="SRC")],
+    to: Annotated[str, typer.Argument(help="Path or URL of the new snapshot.", metavar="DST")],
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+    src_option: SourceOption = None,
+    dst_option: TargetOption = None,
+    option: BothOption = None,
+) -> None:
+    """Convert a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.
+
+    Works like `cp`, and prints a summary.
+    """
+    with errors(interrupted="interrupted; run the command again to continue"):
+        source_there, target = both_sides(source, to, src_option, dst_option, option)
+        commit = run(reading.load_commit(source_there))
+        with progress("converting") as update:
+            run(
+                copying.copy(
+                    source_there,
+                    target,
+                    overwrite=overwrite,
+                    on_event=lambda event: update(event.done_bytes, event.total_bytes),
+                )
+            )
+        num_tensors = num_values = num_bytes = 0
+
+        def count(_: Commit, manifest: RankManifest) -> None:
+            nonlocal num_tensors, num_values, num_bytes
+            for entry in manifest.entries:
+                is_tensor = isinstance(entry, TensorEntry | ViewEntry | CompositeEntry)
+                num_tensors += is_tensor and "@" not in entry.path
+                num_values += isinstance(entry, ValueEntry | BytesEntry)
+                if isinstance(entry, TensorEntry | BytesEntry):
+                    num_bytes += entry.data.stop - entry.data.start
+
+        copied = Source(target, options())
+        run(reading.each_manifest(copied, count))
+        if as_json:
+            output.print_json(
+                {
+                    "url": copied.location.url,
+                    "format": format_of(commit),
+                    "num_tensors": num_tensors,
+                    "num_values": num_values,
+                    "nbytes": num_bytes,
+                }
+            )
+            return
+        tensors = output.count_of(num_tensors, "tensor", "tensors")
+        values = output.count_of(num_values, "value", "values")
+        output.write_lines(
+            [
+                f"read {source}: {format_of(commit)}",
+                f"wrote {to}: {tensors}, {values}, {output.size_text(num_bytes)}; nothing was "
+                "refused or left out",
+                "from now on every byte has a checksum: restores compare them, and so does "
+                f"`actorsnap verify --full {shlex.quote(output.one_line(to))}`",
+            ]
+        )
+
+
+def export(
+    source: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="SRC")],
+    to: Annotated[str, typer.Argument(help="A folder, or a file for --to torch.", metavar="DST")],
+    format: Annotated[
+        ExportFormat,
+        typer.Option(
+            "--to",
+            help="hf: safetensors files for from_pretrained; torch: a file for torch.load; dcp: a "
+            "folder for torch.distributed.checkpoint.load.",
+        ),
+    ],
+    key: Annotated[
+        str | None,
+        typer.Option(
+            help="Part of the app state to export. Default: model for hf, otherwise everything."
+        ),
+    ] = None,
+    rename: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OLD=NEW", help="Replace a prefix of paths. Repeatable."),
+    ] = None,
+    leave_out: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--leave-out", metavar="PATH", help="Leave out a key or path, such as rng. Repeatable."
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="hf: dtype for floating-point tensors, such as bfloat16.")
+    ] = None,
+    max_shard_bytes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="hf: largest size of the tensors in one file.")
+    ] = MAX_SHARD_BYTES,
+    overwrite: OverwriteOption = False,
+    as_json: JsonOption = False,
+    src_option: SourceOption = None,
+    dst_option: TargetOption = None,
+    option: BothOption = None,
+) -> None:
+    """Export a snapshot to the format of another program."""
+    from actorsnap.interop import exports  # torch
+    from actorsnap.sync import Snapshot
+
+    with errors():
+        both = parse_storage_options(option)
+        src_options = both | parse_storage_options(src_option, "--src-option")
+        snapshot = Snapshot(source, storage_options=src_options, options=options())
+        renames = _renames(rename)
+        left_out = _RenameWithout(leave_out, renames) if leave_out else None
+        common: dict[str, Any] = {
+            "rename": renames if left_out is None else left_out,
+            "overwrite": overwrite,
+            "storage_options": both | parse_storage_options(dst_option, "--dst-option"),
+            "progress": sys.stderr.isatty(),
+        }
+        if format is ExportFormat.HF:
+            report = snapshot.export_hf(
+                to, key or "model", dtype=dtype, max_shard_bytes=max_shard_bytes, **common
+            )
+        elif dtype is not None or max_shard_bytes != MAX_SHARD_BYTES:
+            raise UsageError("--dtype and --max-shard-bytes need --to hf")
+        elif format is ExportFormat.TORCH:
+            report = exports.export_torch(snapshot, to, key=key, **common)
+        else:
+            report = exports.export_dcp(snapshot, to, key=key, **common)
+        for each in left_out.unused if left_out else ():
+            err.print(quote(output.visible(f"--leave-out {each}: the snapshot has no such path")))
+        if as_json:
+            output.print_json(msgspec.to_builtins(report))
+            return
+        tensors = output.count_of(report.num_tensors, "tensor", "tensors")
+        files = output.count_of(len(report.files), "file", "files")
+        output.write_lines([f"exported {tensors} to {files}, {output.size_text(report.nbytes)}"])
+        for name, others in report.tied.items():
+            err.print(quote(output.visible(f"{', '.join(others)}: tied to {name}, not written")))
+        for path in report.left_out:
+            err.print(quote(output.visible(f"left out {path!r}: it is not a tensor")))
+
+
+class _RenameWithout:
+    """A rename that leaves out some paths of the snapshot, and gives others new names.
+
+    Attributes:
+        unused: Paths to leave out that match no path of the snapshot.
+    """
+
+    def __init__(self, paths: Sequence[str], renames: Mapping[str, str] | None) -> None:
+        self._paths = [path.strip("/") for path in paths]
+        self._change = function_of(renames or {})
+        self.unused = dict.fromkeys(self._paths)
+
+    def __call__(self, path: str) -> str | None:
+        for each in self._paths:
+            if path == each or path.startswith((f"{each}/", f"{each}.")):
+                self.unused.pop(each, None)
+                return None
+        return self._change(path)
+
+
+def _renames(given: list[str] | None) -> dict[str, str] | None:
+    if not given:
+        return None
+    found: dict[str, str] = {}
+    for text in given:
+        old, equals, new = text.partition("=")
+        if not old or not equals:
+            raise UsageError(f"--rename must be OLD=NEW, not {text!r}")
+        found[old] = new
+    return found
