@@ -153,14 +153,14 @@ def prune(
                 {
                     "dry_run": not yes,
                     "is_superseded": done.is_superseded,
-                    "deleted" if yes else "would_go": [*map(opened.url_of, done.doomed)],
+                    "deleted" if yes else "would_delete": [*map(opened.url_of, done.doomed)],
                     "kept": {opened.url_of(name): why for name, why in kept.items()},
                     "left": [*map(opened.url_of, done.left)],
                     "failed": {opened.url_of(name): why for name, why in done.failed.items()},
                 }
             )
         else:
-            what = "deleted" if yes else "would go"
+            what = "deleted" if yes else "would delete"
             output.print_columns(
                 [what, opened.url_of(name), output.size_text(sizes[name])] for name in done.doomed
             )
@@ -172,17 +172,17 @@ def prune(
             err.print(f"[red]not deleted[/] {quote(output.visible(f'{name}: {why}'))}")
         if done.is_superseded:
             rest = "the others were not" if done.doomed else "nothing was"
-            err.print(f"{rest} deleted: another job began to save here; look again")
+            err.print(f"{rest} deleted: another job has begun to save here; run the command again")
             raise typer.Exit(5)
         gone = {*plan.doomed}.difference(done.doomed, done.failed, done.left, kept)
         if gone:
             number = output.count_of(len(gone), "step was", "steps were")
-            err.print(f"{number} gone already: the job deletes steps, too")
+            err.print(f"{number} already deleted, by the job")
         if done.failed:
             raise typer.Exit(4)
         if done.left:
             number = output.count_of(len(done.left), "step is", "steps are")
-            err.print(f"{number} left: {MAX_PASS_S:.0f} s are over; run it again to go on")
+            err.print(f"{number} left after {MAX_PASS_S:.0f} s; run the command again to continue")
             raise typer.Exit(5)
 
 
@@ -625,7 +625,7 @@ def _summarize(done: _Outcome, sizes: Mapping[StepName, int], *, is_dry: bool) -
     elif done.doomed:
         err.print(f"{number}, {total}; --yes deletes")
     else:
-        err.print("nothing would go")
+        err.print("nothing to delete")
 
 
 def _step_json(info: StepInfo) -> dict[str, Any]:

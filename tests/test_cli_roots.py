@@ -397,7 +397,7 @@ def test_prune_is_a_dry_run_without_yes(root: Path) -> None:
     ended = run("prune", root, "--keep", "last:1", "--min-valid", 1)
     assert ended.code == 0
     assert [row[:2] for row in ended.rows] == [
-        ["would go", f"{root}/{name(step)}"] for step in (0, 100, 200)
+        ["would delete", f"{root}/{name(step)}"] for step in (0, 100, 200)
     ]
     assert re.fullmatch(r"3 steps, \d+\.\d KiB; --yes deletes\n", ended.err)
     assert len(names(root)) == 4
@@ -427,7 +427,7 @@ def test_prune_as_json(root: Path) -> None:
         assert found == {
             "dry_run": is_dry,
             "is_superseded": False,
-            "would_go" if is_dry else "deleted": [f"{root}/{name(0)}", f"{root}/{name(100)}"],
+            "would_delete" if is_dry else "deleted": [f"{root}/{name(0)}", f"{root}/{name(100)}"],
             "kept": {},
             "left": [],
             "failed": {},
@@ -496,7 +496,7 @@ def test_prune_stops_for_a_later_run(
     monkeypatch.setattr("actorsnap.cli_roots._measure", arm)
     ended = run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes")
     assert ended.code == 5
-    assert "another job began to save here" in ended.err
+    assert "another job has begun to save here" in ended.err
     assert len(names(root)) == 4
     assert not [*root.glob(".manager/deleting/*")]
 
@@ -552,7 +552,7 @@ def test_prune_while_the_job_prunes(
     assert ended.code == 0
     assert [row[1] for row in ended.rows] == [f"{root}/{name(100)}", f"{root}/{name(200)}"]
     assert ended.err.startswith("deleted 2 steps, ")
-    assert ended.err.endswith("1 step was gone already: the job deletes steps, too\n")
+    assert ended.err.endswith("1 step was already deleted, by the job\n")
 
 
 def test_prune_spares_a_step_pinned_meanwhile(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
