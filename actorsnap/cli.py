@@ -238,9 +238,8 @@ def verify(
                 {"path": path, **output.report_json(report), "state": state, "problems": problems}
             )
             raise typer.Exit(0 if report.ok else 1)
-        for problem in report.problems:
-            err.print(f"[red]damaged[/] {quote(output.visible(str(problem)))}")
         if not report.ok:
+            output.print_columns([path, "damaged", str(problem)] for problem in report.problems)
             raise typer.Exit(1)
         output.write_lines([f"ok: {', '.join(output.checked_text(report, full=full))}"])
 

@@ -46,6 +46,7 @@ from actorsnap.manager.results import (
     check_training_step,
 )
 from actorsnap.manager.tiers import TieredKeeper, TieredRoot, add_tier, check_tier
+from actorsnap.planning.cadence import SaveAnyOf
 from actorsnap.planning.keeping import (
     KeepPolicy,
 )
@@ -132,6 +133,12 @@ class ManagerBody:
         self._note_unsaved(step)
         self._given = step, given
         is_first = self._seen is None
+        if is_first and self._settings.save == SaveAnyOf(()):
+            logger.warning(
+                "%s: maybe_save saves only on request: this manager has no save=, such as "
+                "every.steps(500)",
+                self.root.url,
+            )
         objection = self._see(step)
         reason = "" if step == self._saved else self._settings.save.due(step, is_first=is_first)
         has_more = self.asking.enter(given.metrics, is_due=bool(reason))

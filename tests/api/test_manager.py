@@ -101,6 +101,13 @@ def test_nothing_due_touches_nothing(root: Path) -> None:
     assert not root.exists()
 
 
+def test_a_manager_that_never_saves_says_so(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with CheckpointManager(root, {"s": StateDict(x=1)}) as manager:
+        for step in range(3):
+            assert not manager.maybe_save(step)
+    assert caplog.text.count("maybe_save saves only on request: this manager has no save=") == 1
+
+
 def test_resumes_where_the_run_ended(root: Path) -> None:
     first = Run(root)
     first.train(0, 100, 200)

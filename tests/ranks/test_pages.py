@@ -47,7 +47,7 @@ def test_readme(tmp_path: Path) -> None:
             folder=str(tmp_path),
             only="init_process_group",
         )
-    snapshot = Snapshot(tmp_path / "ckpt/fsdp-step-0")
+    (snapshot,) = Snapshot.list(tmp_path / "runs/fsdp")
     assert snapshot.verify("full").ok
     assert snapshot.read_object("train/model/0.weight").shape == (256, 64)
 
