@@ -47,7 +47,7 @@ EXIT_CODES = {
     1: "verify, recover: the snapshot is damaged. diff: the snapshots differ",
     2: "bad usage, or no such object",
     3: "no committed snapshot. verify --all: or one lacks only its commit object. best, "
-    "--keep best: no step has the metric. rm --garbage: and no garbage",
+    "--keep best: no step has the metric. rm --garbage: no garbage either",
     4: "the storage failed; the output cannot be written; the destination exists; the snapshot is "
     "damaged (except for verify); a newer release or a package is needed. recover: the commit "
     "object is intact",

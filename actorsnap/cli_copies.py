@@ -129,8 +129,8 @@ def cp(
         elif report.was_there:
             output.write_lines(
                 [
-                    f"{to} is that snapshot already, and was left alone: all objects are there, in "
-                    "the right sizes. `actorsnap verify --full "
+                    f"{to} already is this snapshot, and was not changed: all objects exist and "
+                    "have the right sizes. `actorsnap verify --full "
                     f"{shlex.quote(output.one_line(to))}` compares their bytes"
                 ]
             )

@@ -487,7 +487,7 @@ class SnapshotAborted(_Aborted):
 
     def _text(self) -> str:
         doubt = (
-            ". The snapshot may be committed nevertheless: look at the path before you delete or "
+            ". The snapshot may be committed nevertheless: check the path before you delete or "
             "retry"
         )
         return f"snapshot aborted: {super()._text()}{doubt if self.may_be_committed else ''}"

@@ -222,7 +222,7 @@ class Run:
         elapsed = time.perf_counter() - begin
         for info in await self.manager.steps(all=True):
             if info.step > found.step:
-                self.say(f"{name_of(info.step)} is passed over, it is {info.state}")
+                self.say(f"{name_of(info.step)} is skipped: it is {info.state}")
         name = name_of(found.step)
         self.say(f"{name} is committed: restored in {elapsed * 1e3:.0f} ms")
         self.log.write(name, self.training.fingerprint())

@@ -132,8 +132,8 @@ def start(who: str, folder: Path, num_steps: int, kill_at: int | None = None) ->
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     expected = 0 if kill_at is None else -signal.SIGKILL
     lines = done.stdout.splitlines()
-    passed_over = [line for line in done.stderr.splitlines() if "is passed over" in line]
-    print("\n".join([*map(os.path.basename, passed_over), *lines]))
+    skipped = [line for line in done.stderr.splitlines() if "is skipped" in line]
+    print("\n".join([*map(os.path.basename, skipped), *lines]))
     if done.returncode != expected:
         raise SystemExit(f"{done.stderr}\n{who} ended with {done.returncode}, not {expected}")
     return lines

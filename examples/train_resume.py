@@ -204,7 +204,7 @@ async def resume(who: str, training: Training, folder: Path) -> None:
             await Snapshot(str(path)).restore(training.app_state)
         except NotASnapshot as error:
             why = error.detail.partition(":")[0]
-            say(who, f"{path.name} is passed over, it is {error.found}: {why}")
+            say(who, f"{path.name} is skipped: it is {error.found}: {why}")
             continue
         elapsed = time.perf_counter() - begin
         say(who, f"{path.name} is committed: restored in {elapsed * 1e3:.0f} ms")

@@ -66,7 +66,7 @@ def test_quickstart_sync(tmp_path: Path) -> None:
 def test_train_resume(tmp_path: Path, size: str) -> None:
     output = run("train_resume.py", "--size", size, cwd=tmp_path, timeout_s=600.0)
     assert "nothing committed: SIGKILL" in output
-    assert "is passed over, it is unfinished" in output
+    assert "is skipped: it is unfinished" in output
     assert "losses and the final weights are equal" in output
     assert left_behind(tmp_path) == []
 
@@ -75,7 +75,7 @@ def test_train_resume(tmp_path: Path, size: str) -> None:
 @pytest.mark.parametrize("size", ["small", "demo"])
 def test_fsdp_resume_by_torchrun(tmp_path: Path, size: str) -> None:
     output = run("fsdp_resume.py", "--size", size, cwd=tmp_path, timeout_s=900.0)
-    assert output.count("is passed over, it is unfinished") == 2
+    assert output.count("is skipped: it is unfinished") == 2
     assert "saved by 2 ranks, has the same bits on 1 and 3" in output
     assert left_behind(tmp_path) == []
 
@@ -87,7 +87,7 @@ def test_fsdp_resume(tmp_path: Path) -> None:
         found = director.play("direct_fsdp_resume", root=str(tmp_path))
     assert found["status"] == 0, found["table"]
     for ranks in ("1", "3"):
-        assert "step-00006 is passed over, it is unfinished" in found["said"][ranks]
+        assert "step-00006 is skipped: it is unfinished" in found["said"][ranks]
         assert "step-00003 is committed" in found["said"][ranks]
 
 

@@ -188,12 +188,12 @@ class CoordinatorActor:
 
     def _overdue(self) -> Overdue:
         awaited, trouble = self._machine.awaited, self._trouble()
-        reason = f"timeout_s={self._timeout_s:g} is over" + (f"; {trouble}" if trouble else "")
+        reason = f"timeout_s={self._timeout_s:g} has passed" + (f"; {trouble}" if trouble else "")
         if awaited:
             advice = "Raise Options.timeout_s if the storage is that slow"
             if self._committer is not None and self._decisions.stage is Stage.JOIN:
                 advice = (
-                    "A state_dict() call there has not ended, or the process is stopped: look at "
+                    "A state_dict() call there has not ended, or the process is stopped: check "
                     "the log, or raise Options.timeout_s"
                 )
             reason += f"; still waiting for {named_ranks(awaited)}. {advice}"
@@ -342,7 +342,8 @@ class ParticipantActor:
 
     def _overdue(self) -> Lost:
         return self._lost(
-            f"timeout_s={self._timeout_s:g} is over, and rank 0, the coordinator, does not answer",
+            f"timeout_s={self._timeout_s:g} has passed, and rank 0, the coordinator, does not "
+            "answer",
             0,
         )
 

@@ -242,7 +242,7 @@ class Unpacker:
         body = frame[FRAME_HEAD_BYTES:]
         checksum = crc32c(body, crc32c(frame[:1]))
         if checksum != int.from_bytes(frame[1:FRAME_HEAD_BYTES], "little"):
-            raise self._damaged("its checksum does not fit")
+            raise self._damaged("its checksum does not match")
         if width == 0:
             if len(body) != len(out):
                 raise self._damaged(f"it has {len(body)} bytes, not {len(out)}")

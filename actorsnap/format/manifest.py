@@ -446,7 +446,7 @@ def decode_commit(data: bytes | bytearray | memoryview, key: str = COMMIT_KEY) -
             _check_version(head.version, key)  # a newer one may have moved the checksum
         raise ChecksumMismatch(
             key=key,
-            detail="the commit object is damaged: its checksum does not fit",
+            detail="the commit object is damaged: its checksum does not match",
         )
     if not is_ours:
         raise NotASnapshot(key=key, detail=f"its format is {_shown(head.format)}", found="unknown")

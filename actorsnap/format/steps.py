@@ -218,7 +218,7 @@ def decode_record(data: bytes | bytearray | memoryview, kind: type[T], key: str)
     """
     body = unseal(bytes(data))
     if body is None:
-        raise ChecksumMismatch(key=key, detail="the record is damaged: its checksum does not fit")
+        raise ChecksumMismatch(key=key, detail="the record is damaged: its checksum does not match")
     try:
         return msgspec.json.decode(body, type=kind)
     except (ValueError, RecursionError) as error:  # as in manifest.py

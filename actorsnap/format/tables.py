@@ -333,7 +333,7 @@ def decode_table(prefix: Buffer, key: str) -> ManifestTable | None:
         return None
     body = unseal(prefix[:size])
     if body is None:
-        raise ChecksumMismatch(key=key, detail="the checksum of its first line does not fit")
+        raise ChecksumMismatch(key=key, detail="the checksum of its first line does not match")
     try:
         head = _head_decoder.decode(body)
     except DECODE_ERRORS as error:
@@ -362,7 +362,7 @@ def decode_rank_manifest(
         return _decode_older(data, key, record)
     table = decode_table(data, key)
     if table is None:
-        raise ChecksumMismatch(key=key, detail="it is cut off in its first line")
+        raise ChecksumMismatch(key=key, detail="it ends within its first line")
     return table.manifest(memoryview(data)[table.offsets[0] :], wants)
 
 
@@ -402,7 +402,7 @@ def decode_lone_rank_manifest(data: bytes, key: str) -> tuple[RankManifest, Mani
         return decode_rank_manifest(data, key), record
     has_checksum = data.startswith(CRC_PREFIX)
     if has_checksum and unseal(data) is None:
-        raise ChecksumMismatch(key=key, detail="its own checksum does not fit")
+        raise ChecksumMismatch(key=key, detail="its own checksum does not match")
     manifest = _decode_older(data, key, record)
     if manifest.save is not msgspec.UNSET and not has_checksum:
         raise FormatError(key=key, detail="its own checksum is missing")

@@ -228,7 +228,7 @@ def latest(
             times[name] = datetime.fromisoformat(commit.created).timestamp()
         elif name not in times:
             found = "unfinished" if commit is None else f"damaged: {commit}"
-            logger.warning("%s is passed over, it is %s", os.path.join(url, name), found)
+            logger.warning("%s is skipped: it is %s", os.path.join(url, name), found)
     for name in sorted(times, key=times.__getitem__, reverse=True):
         path = os.path.join(url, name)
         if name not in snapshots:  # a file
@@ -238,7 +238,7 @@ def latest(
         if damage == []:
             return path
         logger.warning(
-            "%s is passed over, it is damaged: %s", path, "; ".join(map(describe, damage or ()))
+            "%s is skipped: it is damaged: %s", path, "; ".join(map(describe, damage or ()))
         )
     return None
 

@@ -30,7 +30,7 @@ except ImportError as error:
     raise ImportError(
         "actorsnap.interop.torchtnt needs TorchTNT 0.2.4, which imports pkg_resources: "
         "pip install 'actorsnap[torchtnt]' 'setuptools<81'"
-    ) from error
+    ) from (None if error.name == "torchtnt" else error)
 
 __all__ = ["TorchSnapshotSaver"]
 
@@ -54,7 +54,7 @@ def _is_whole(fs: Any, path: str, metadata_fname: str) -> bool:
     source = Source(make_location(path, None), resolve_options(None))
     damage = run_sync(find_damage(source), name="restore_from_latest")
     if damage:
-        logger.warning("%s is passed over: %s", path, "; ".join(map(describe, damage)))
+        logger.warning("%s is skipped: %s", path, "; ".join(map(describe, damage)))
     return damage == []
 
 

@@ -37,7 +37,7 @@ try:
 except ImportError as missing:
     raise ImportError(
         "actorsnap.interop.transformers needs transformers: pip install 'actorsnap[transformers]'"
-    ) from missing
+    ) from (None if missing.name in ("accelerate", "transformers") else missing)
 
 __all__ = ["ActorsnapTrainer"]
 
@@ -408,7 +408,7 @@ def _fault(folder: str) -> str | None:
 
 
 def _whole_checkpoints(run_dir: str) -> Iterator[str]:
-    """Yields them, newest first; logs why others are passed over."""
+    """Yields them, newest first; logs why others are skipped."""
     names = os.listdir(run_dir) if os.path.isdir(run_dir) else []
     matches = filter(None, map(_CHECKPOINT.fullmatch, names))
     for match in sorted(matches, key=lambda match: -int(match[1])):
@@ -417,4 +417,4 @@ def _whole_checkpoints(run_dir: str) -> Iterator[str]:
         if why is None:
             yield folder
         else:
-            logger.warning("%s is passed over: %s", folder, why)
+            logger.warning("%s is skipped: %s", folder, why)

@@ -34,6 +34,7 @@ from actorsnap.planning.marks import Pin
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.notices import Notice, Watcher, notices
 from actorsnap.runtime.script import async_call, follow_async, run_async
+from actorsnap.runtime.tracebacks import short_traceback
 
 if TYPE_CHECKING:
     from actorsnap.manager.body import ManagerBody
@@ -85,6 +86,7 @@ class Decision:
 class ManagerHandle:
     """Base class of both ``CheckpointManager`` classes, for type annotations."""
 
+    @short_traceback
     def __init__(
         self,
         root: str | os.PathLike[str],
@@ -218,7 +220,8 @@ class CheckpointManager(ManagerHandle):
 
     def __enter__(self) -> NoReturn:
         raise UsageError(
-            "write async with CheckpointManager(...), or take that of actorsnap.manager.sync"
+            "write async with CheckpointManager(...), or use the CheckpointManager of "
+            "actorsnap.manager.sync"
         )
 
     def __exit__(self, *error: object) -> None:

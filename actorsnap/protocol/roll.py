@@ -56,7 +56,7 @@ def overdue(
     Args:
         limit: Name of the option that bounds the time.
     """
-    reason = f"{limit}={timeout_s:g} is over"
+    reason = f"{limit}={timeout_s:g} has passed"
     if not ranks:
         reason += f", and rank 0, the coordinator of {label}, has not answered"
         return aborted(label, reason, 0)

@@ -254,7 +254,7 @@ class LocalEngine:
                 trouble = self._errands.trouble or "the storage did not answer"
                 stage, reason = (
                     Stage.JOIN,
-                    f"timeout_s={save.options.timeout_s:g} is over; {trouble}",
+                    f"timeout_s={save.options.timeout_s:g} has passed; {trouble}",
                 )
             failure = Failure(reason=reason, stage=stage, rank=0, key=COMMIT_KEY)
         finally:

@@ -236,8 +236,9 @@ class _Recovery:
             if self._call.replace_damaged:
                 return
             error.add_note(
-                "It named one of the attempts there: recover(replace_damaged=True), on the command "
-                "line --replace-damaged, takes the one that is complete"
+                "The damaged commit object named one of the attempts there. "
+                "recover(replace_damaged=True), or --replace-damaged on the command line, replaces "
+                "it by one for the attempt that is complete"
             )
             raise
         if commit is not None:

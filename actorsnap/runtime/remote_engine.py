@@ -156,7 +156,7 @@ class RemoteEngine:
         save = self._save
         await anyio.sleep(save.request.left_s + (_OTHERS_GRACE_S if save.rank else _GRACE_S))
         reason = (
-            f"timeout_s={save.options.timeout_s:g} is over, and the uploader process has not "
+            f"timeout_s={save.options.timeout_s:g} has passed, and the uploader process has not "
             "begun the save"
         )
         self._conclude_unless_begun(Failure(reason=reason, stage=Stage.JOIN, rank=save.rank))

@@ -218,7 +218,7 @@ class Source:
                 op=op,
                 key="",
                 backend=self.location.display_url,
-                detail=f"timeout_s={self.options.timeout_s:g} is over; "
+                detail=f"timeout_s={self.options.timeout_s:g} has passed; "
                 f"{errands.trouble or 'the storage does not answer'}. Raise Options.timeout_s "
                 "for a slow storage",
                 retryable=True,

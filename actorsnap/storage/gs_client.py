@@ -475,7 +475,7 @@ class GsClient:
         if status == 401:
             return error(
                 AccessDenied,
-                "The credentials were refused, or their token has expired: look at "
+                "The credentials were refused, or their token has expired: check "
                 "credentials_file, token, GOOGLE_APPLICATION_CREDENTIALS and the clock",
             )
         if status == 403:

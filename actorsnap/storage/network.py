@@ -135,7 +135,7 @@ def remedy(is_timeout: bool, places: str) -> str:
     """Returns advice for a request without an answer."""
     if is_timeout:
         return "raise the timeouts in storage_options if the service is that slow"
-    return f"look at {places}"
+    return f"check {places}"
 
 
 def check_secret(name: str, value: str | None) -> None:

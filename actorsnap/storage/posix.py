@@ -162,7 +162,7 @@ class Folders:
             missing.pop()
             if not missing:
                 return
-        raise NoFolderError(errno.ENOENT, "folders vanish while they are made", folder)
+        raise NoFolderError(errno.ENOENT, "folders are deleted while they are created", folder)
 
     def sync(self, folder: str) -> None:
         """Makes the entries of ``folder`` and its parents durable."""
@@ -470,8 +470,8 @@ def _describe_missing_folder(folder: str) -> str:
     while not os.path.isdir(above):
         folder, above = above, os.path.dirname(above)
     return (
-        f"the folder {folder} cannot be created: the file system of {above} takes no new folders, "
-        "or another process deletes them; store elsewhere"
+        f"the folder {folder} cannot be created: the file system of {above} allows no new "
+        "folders, or another process deletes them; save to another place"
     )
 
 

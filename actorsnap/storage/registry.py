@@ -60,6 +60,10 @@ def register(scheme: str, factory: StorageFactory) -> None:
 
 
 def known_schemes() -> tuple[str, ...]:
+    """Returns the schemes of the built-in, registered and installed storages, in order.
+
+    Aliases such as ``file`` and the schemes of fsspec are not among them.
+    """
     names = {point.name.lower() for point in metadata.entry_points(group=ENTRY_POINT_GROUP)}
     with _lock:
         return tuple(sorted({*_BUILT_IN, *_registered, *names}))
@@ -173,7 +177,7 @@ def check_url(url: object) -> str:
         raise UsageError("a URL or a path must not be empty or contain NUL")
     if _HOME.match(text):
         raise UsageError(
-            f"{text!r} begins with ~, which only shells expand, and not in quotes: pass an "
+            f"{text!r} begins with ~, which only shells expand, and only without quotes: pass an "
             "absolute path (in Python: os.path.expanduser(path))"
         )
     if _COLLAPSED_SCHEME.match(text):

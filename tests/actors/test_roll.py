@@ -101,7 +101,7 @@ async def test_only_rank_0_calls(caplog: pytest.LogCaptureFixture) -> None:
     text = "waiting for ranks 1 to 7 to call take('/ckpt', step=7): every rank has to call it"
     assert reminders(caplog) == [f"snapshot /ckpt rank 0: {text}"] * 3
     failure = ranks.failure(0)
-    assert failure.reason == f"timeout_s=3600 is over; still {text}"
+    assert failure.reason == f"timeout_s=3600 has passed; still {text}"
     assert ranks.ended_s[0] - begun_s == pytest.approx(TIMEOUT_S, abs=1.0)
 
 
@@ -118,7 +118,7 @@ async def test_all_but_rank_0_call(caplog: pytest.LogCaptureFixture) -> None:
     )
     for rank in (1, 2):
         failure = ranks.failure(rank)
-        assert "timeout_s=3600 is over; still waiting for rank 0 to call" in failure.reason
+        assert "timeout_s=3600 has passed; still waiting for rank 0 to call" in failure.reason
         assert failure.rank == 0
         assert ranks.ended_s[rank] - begun_s < TIMEOUT_S + 5.0
 
@@ -222,7 +222,7 @@ async def test_a_late_rank_0_gets_the_reason_of_those_that_wait_no_more() -> Non
         tasks.start_soon(ranks.call, 0)
     reasons = {ranks.failure(rank).reason for rank in range(3)}
     (reason,) = reasons
-    assert "timeout_s=3600 is over; still waiting for rank 0 to call take(" in reason
+    assert "timeout_s=3600 has passed; still waiting for rank 0 to call take(" in reason
     for rank, ended_s in ranks.ended_s.items():
         late_s = 0.0 if rank else 600.0
         assert ended_s - begun_s == pytest.approx(TIMEOUT_S + late_s, abs=4.0)
@@ -239,7 +239,7 @@ async def test_who_waits_for_a_slow_rank_0_says_so_at_the_deadline() -> None:
     assert isinstance(message, Aborted)
     assert message.failure.rank == 0
     assert message.failure.reason == (
-        "timeout_s=3600 is over, and rank 0, the coordinator of take('/ckpt', step=7), "
+        "timeout_s=3600 has passed, and rank 0, the coordinator of take('/ckpt', step=7), "
         "has not answered"
     )
     assert anyio.current_time() - begun_s == pytest.approx(TIMEOUT_S, abs=4.0)

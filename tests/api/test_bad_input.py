@@ -183,11 +183,11 @@ def test_bad_options(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "says"),
     [
-        ("ACTORSNAP_FSYNC", "maybe", "ACTORSNAP_FSYNC='maybe'"),
+        ("ACTORSNAP_FSYNC", "maybe", "ACTORSNAP_FSYNC='maybe': write true, false, 1 or 0"),
         ("ACTORSNAP_CHUNK_BYTES", "16MiB", "ACTORSNAP_CHUNK_BYTES='16MiB'"),
         ("ACTORSNAP_CHUNK_BYTES", "1", "Options.chunk_bytes must be"),
         ("ACTORSNAP_TIMEOUT_S", "inf", "Options.timeout_s must"),
-        ("ACTORSNAP_CHUNK_BYTE", "1", "_BYTE: did you mean 'ACTORSNAP_CHUNK_BYTES'?"),
+        ("ACTORSNAP_CHUNK_BYTE", "1", "_BYTE is unknown; did you mean 'ACTORSNAP_CHUNK_BYTES'?"),
     ],
 )
 def test_bad_environment(
@@ -230,7 +230,9 @@ def test_bad_reading(saved: Path) -> None:
     for path in ("model/wieght", "0/model/wieght"):
         with pytest.raises(UsageError, match=r"no path 'model/wieght'; did you mean 'model/weight"):
             snapshot.read_object(path)
-    with pytest.raises(UsageError, match="the ranks 0 to 0"):
+    with pytest.raises(UsageError, match=r"no path 'zz'; it has 'model', 'optimizer'"):
+        snapshot.read_object("zz")
+    with pytest.raises(UsageError, match="has only rank 0$"):
         snapshot.read_object("1/model/weight")
     with pytest.raises(UsageError, match="memory_budget_bytes must be at least 1048576"):
         snapshot.read_object("0/model/weight", memory_budget_bytes=1000)
@@ -248,7 +250,7 @@ def test_bad_reading(saved: Path) -> None:
 
 def test_a_file_system_that_takes_no_folders() -> None:
     for path in ("/proc/actorsnap", "/proc/actorsnap/below"):
-        match = "the folder /proc/actorsnap cannot be created: the file system of /proc takes no"
+        match = "the folder /proc/actorsnap cannot be created: the file system of /proc allows no"
         with pytest.raises(SnapshotAborted, match=match) as caught:
             sync.Snapshot.take(path, state(1))
         assert type(caught.value.__cause__) is StorageError
@@ -636,6 +638,12 @@ def test_a_part_that_was_copied_elsewhere(saved: Path, tmp_path: Path) -> None:
         with pytest.raises(NotASnapshot, match="these files are a part of an actorsnap") as caught:
             sync.Snapshot(tmp_path / str(number)).restore(state(-1))
         assert caught.value.found == "part"
+
+
+def test_a_folder_without_files(tmp_path: Path) -> None:
+    with pytest.raises(NotASnapshot, match="this folder has no files$") as caught:
+        sync.Snapshot(tmp_path).restore(state(-1))
+    assert caught.value.found == "absent"
 
 
 def test_snapshots_and_attempts_further_below(saved: Path, tmp_path: Path) -> None:

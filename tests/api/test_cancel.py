@@ -484,7 +484,7 @@ async def test_the_deadline_ends_a_stalled_save(
         verbs_hit.append(barrier.verb)
         error = task.exception()
         assert isinstance(error, SnapshotAborted)
-        assert "timeout_s=3000 is over" in error.reason
+        assert "timeout_s=3000 has passed" in error.reason
         assert error.rank == 0
         assert_idle()
         await assert_whole(url, None, is_clean=barrier.verb != "put_if_absent")

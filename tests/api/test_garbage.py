@@ -191,7 +191,7 @@ def test_an_outcome_that_nobody_knows(tmp_path: Path, monkeypatch: pytest.Monkey
         fsync_folder(folder)
 
     monkeypatch.setattr(posix, "fsync_folder", failing)
-    with pytest.raises(SnapshotAborted, match="look at the path before") as caught:
+    with pytest.raises(SnapshotAborted, match="check the path before") as caught:
         sync.Snapshot.take(url, state(1))
     assert caught.value.may_be_committed
     assert asyncio.run(number_at(url)) == 1

@@ -43,7 +43,7 @@ async def test_a_storage_that_does_not_answer(tmp_path: Path, call: str) -> None
         anyio.fail_after(60),
     ):
         snapshot = Snapshot(faulty_url(url), options=Options(timeout_s=0.3))
-        with pytest.raises(StorageError, match=r"timeout_s=0\.3 is over") as caught:
+        with pytest.raises(StorageError, match=r"timeout_s=0\.3 has passed") as caught:
             await run(snapshot)
     assert url in str(caught.value)
     assert caught.value.op == {"verify-full": "verify"}.get(
@@ -89,7 +89,7 @@ def test_a_system_call_that_hangs(
     try:
         with monkeypatch.context() as patch:
             patch.setattr(os, name, hanging)
-            with pytest.raises(StorageError, match=r"timeout_s=0\.5 is over"):
+            with pytest.raises(StorageError, match=r"timeout_s=0\.5 has passed"):
                 run(sync.Snapshot(url, options=Options(timeout_s=0.5)))
             assert hung.is_set()
             assert time.monotonic() - began < 60  # it was: never

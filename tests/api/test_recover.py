@@ -242,7 +242,12 @@ def rename(path: Path) -> None:
         (manifest_of, remove, NotASnapshot, "has no rank manifest"),
         (manifest_of, rename, NotASnapshot, "has no rank manifest"),
         (manifest_of, cut, ChecksumMismatch, "bytes after its head, and"),
-        (manifest_of, flip_early, ChecksumMismatch, "the checksum of its first line does not fit"),
+        (
+            manifest_of,
+            flip_early,
+            ChecksumMismatch,
+            "the checksum of its first line does not match",
+        ),
         (manifest_of, flip_late, ChecksumMismatch, "page [0-9]+ is damaged"),
         (data_of, remove, ChecksumMismatch, "the object is missing"),
         (data_of, rename, ChecksumMismatch, "the object is missing"),
@@ -360,7 +365,7 @@ def test_a_tensor_with_a_hole(tmp_path: Path) -> None:
 def test_a_damaged_commit_object(lost: Path) -> None:
     (lost / COMMIT_KEY).write_bytes(b"half")
     error = refused(lost, ChecksumMismatch, "the commit object is damaged")
-    assert any("--replace-damaged, takes the one" in note for note in error.__notes__)
+    assert any("--replace-damaged on the command line" in note for note in error.__notes__)
     Snapshot(lost).recover(replace_damaged=True)
     asyncio.run(assert_whole(lost, 1))
 

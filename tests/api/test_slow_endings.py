@@ -98,7 +98,9 @@ async def test_a_timeout_quotes_the_last_error_of_the_storage(
     await Snapshot.take(tmp_path / "s", state(1))
     with (
         caplog.at_level(logging.WARNING, "actorsnap"),
-        pytest.raises(ActorSnapError, match="timeout_s=1 is over.*come back in the evening") as e,
+        pytest.raises(
+            ActorSnapError, match="timeout_s=1 has passed.*come back in the evening"
+        ) as e,
     ):
         await call(f"busy://{verb}{tmp_path}/s")  # type: ignore[misc]
     assert isinstance(e.value, SnapshotAborted if call is _take else StorageError)
@@ -163,7 +165,7 @@ async def test_index_and_data_are_read_within_one_timeout(
 
     with faulty(slow):
         snapshot = Snapshot(faulty_url(tmp_path / "s"), options=Options(timeout_s=2.0))
-        with pytest.raises(StorageError, match="timeout_s=2 is over"):
+        with pytest.raises(StorageError, match="timeout_s=2 has passed"):
             await call(snapshot)
         await snapshot.get_manifest()  # another call has its own time
 
@@ -234,7 +236,7 @@ async def test_a_client_that_swallows_a_cancellation_has_not_committed(
         "recover": lambda: Snapshot(faulty_url(there), options=SHORT).recover(force=True),
         "copy_to": lambda: Snapshot(tmp_path / "source", options=SHORT).copy_to(faulty_url(there)),
     }
-    with faulty(Swallowing), pytest.raises(ActorSnapError, match="timeout_s=1 is over"):
+    with faulty(Swallowing), pytest.raises(ActorSnapError, match="timeout_s=1 has passed"):
         await calls[call]()
     with pytest.raises(NotASnapshot):
         await Snapshot(there).metadata

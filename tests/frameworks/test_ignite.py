@@ -15,7 +15,7 @@ pytestmark = needs("ignite")
 def test_the_example(tmp_path: Path) -> None:
     output = run("examples/ignite_resume.py", cwd=tmp_path)
     assert "part of a checkpoint is stored: SIGKILL" in output
-    assert "checkpoint_15.pt is passed over, it is unfinished" in output
+    assert "checkpoint_15.pt is skipped: it is unfinished" in output
     assert "resumes from checkpoint_10.pt" in output
     assert output.count("kept: checkpoint_25.pt, checkpoint_30.pt\n") == 2
     assert "resumed and straight are equal, bit for bit" in output

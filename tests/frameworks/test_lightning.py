@@ -17,7 +17,7 @@ def test_the_example(tmp_path: Path, num_devices: str) -> None:
     """Two devices: the ranks of DDP, of which one saves."""
     output = run("examples/lightning_resume.py", "--devices", num_devices, cwd=tmp_path)
     assert "part of a checkpoint is stored: SIGKILL" in output
-    assert "newest-step=15.ckpt is passed over, it is unfinished" in output
+    assert "newest-step=15.ckpt is skipped: it is unfinished" in output
     assert "resumes from epoch=1-step=15.ckpt" in output
     assert "resumed and straight are equal, bit for bit" in output
 

@@ -76,8 +76,8 @@ def test_the_latest_has_all_its_bytes(tmp_path: Path, caplog: pytest.LogCaptureF
     (data,) = (tmp_path / "2.ckpt").rglob("*.safetensors")
     data.unlink()
     assert latest(tmp_path) == str(tmp_path / "1.ckpt")
-    assert "3.ckpt is passed over, it is damaged" in caplog.text
-    assert "2.ckpt is passed over, it is damaged" in caplog.text
+    assert "3.ckpt is skipped: it is damaged" in caplog.text
+    assert "2.ckpt is skipped: it is damaged" in caplog.text
 
 
 def test_a_removed_checkpoint_does_not_come_back(tmp_path: Path) -> None:
@@ -217,8 +217,8 @@ def test_the_latest(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "20.ckpt" / "actorsnap.json").write_bytes(b"{")
     with caplog.at_level(logging.WARNING):
         assert latest(tmp_path) is None
-    assert f"{tmp_path}/3.ckpt is passed over, it is unfinished" in caplog.text
-    assert f"{tmp_path}/20.ckpt is passed over, it is damaged" in caplog.text
+    assert f"{tmp_path}/3.ckpt is skipped: it is unfinished" in caplog.text
+    assert f"{tmp_path}/20.ckpt is skipped: it is damaged" in caplog.text
 
 
 def test_objects_need_pickle(tmp_path: Path) -> None:

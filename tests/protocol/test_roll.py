@@ -148,7 +148,9 @@ def test_the_end_names_who_has_not_called(label: Label, kind: type[Exception]) -
     assert roll.refusal is not None
     error = roll.refusal.to_error()
     assert isinstance(error, kind)
-    assert f"timeout_s=5 is over; still waiting for ranks 1 and 2 to call {label}: " in str(error)
+    assert f"timeout_s=5 has passed; still waiting for ranks 1 and 2 to call {label}: " in str(
+        error
+    )
     roll = begin(3, label)
     call(roll, 0, label)
     roll.on_lost(2, 30.0)

@@ -186,7 +186,7 @@ class World:
 
     def pass_deadline(self) -> None:
         self.has_deadline = False
-        self.coordinator_event(Overdue(failure("timeout_s is over")))
+        self.coordinator_event(Overdue(failure("timeout_s has passed")))
 
     def lose_coordinator(self) -> None:
         self.loses_coordinator = False

@@ -91,7 +91,7 @@ def test_only_rank_0_calls(director: Director, tmp_path: Path, call: str, offloa
     assert all(text in line for line in said[0]["lines"]), said[0]["lines"]
     first = said[0]["first"]
     assert first["error"] == ("RestoreAborted" if call == "restore" else "SnapshotAborted")
-    assert f"timeout_s=3 is over; still {text}" in first["text"]
+    assert f"timeout_s=3 has passed; still {text}" in first["text"]
     assert [rank["first"] for rank in said[1:]] == [None, None]
     check_late(said, whom=[0])
 

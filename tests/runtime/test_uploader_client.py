@@ -696,7 +696,7 @@ def test_a_process_that_is_not_there_in_time(
     with pytest.raises(SnapshotAborted) as caught:
         save(tmp_path / "s", 1, impatient).wait()
     assert caught.value.reason == (
-        "timeout_s=1 is over, and the uploader process has not begun the save"
+        "timeout_s=1 has passed, and the uploader process has not begun the save"
     )
     assert not uploader().is_ready
     assert not uploader()._saves

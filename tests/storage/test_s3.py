@@ -768,7 +768,7 @@ async def test_what_a_denied_request_lacks() -> None:
         await storage.aclose()
 
 
-_CONNECT = "'bucket': cannot connect to 127.0.0.1.*; look at .* endpoint_url"
+_CONNECT = "'bucket': cannot connect to 127.0.0.1.*; check .* endpoint_url"
 
 
 @bounded(30)
