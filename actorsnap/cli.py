@@ -212,7 +212,10 @@ def _write_page(path: str, to: str, as_json: bool, option: list[str] | None) -> 
 def verify(
     path: PathArgument,
     full: Annotated[
-        bool, typer.Option("--full", help="Verify all checksums, and that a restore can succeed.")
+        bool,
+        typer.Option(
+            "--full", help="Verify all checksums and values. Pickled leaves are not unpickled."
+        ),
     ] = False,
     all: Annotated[
         bool, typer.Option("--all", help="Check each snapshot in the folder PATH, such as a run.")

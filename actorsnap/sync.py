@@ -59,7 +59,7 @@ class Snapshot(SnapshotHandle):
     ``SnapshotReplaced``. ``Options.timeout_s`` limits the reads of each call.
 
     Args:
-        path: A local path, ``fs://``, ``memory://`` or the URL of an installed backend.
+        path: A local path, or the URL of a storage, such as ``s3://bucket/run``.
         storage_options: Options of the storage.
         options: None uses the defaults and the ``ACTORSNAP_*`` variables.
 

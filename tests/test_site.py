@@ -17,7 +17,8 @@ import pytest
 from nbclient import NotebookClient
 
 import actorsnap
-from actorsnap import errors, manager
+from actorsnap import errors, manager, storage, testing
+from actorsnap.interop import dcp
 from actorsnap.manager import every, keep, notices
 from docs import generate_reference
 from docs.hooks import generated_pages, troubles_of
@@ -150,10 +151,12 @@ def test_the_reference_has_each_policy_and_watcher() -> None:
     assert "notices.signals" in page
 
 
-@pytest.mark.parametrize("module", [actorsnap, manager], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [actorsnap, manager, storage, testing, dcp], ids=lambda module: module.__name__
+)
 def test_each_public_name_has_an_entry_and_a_docstring(module: ModuleType) -> None:
     """Errors, policies, watchers and options have pages, or sections, of their own."""
-    elsewhere = {*errors.__all__, "Options", "__version__", "every", "from_env", "keep", "notices"}
+    elsewhere = {*errors.__all__, "Options", "__version__", "every", "keep", "notices"}
     pages = "\n".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.md"))
     entries = set(re.findall(rf"^::: {re.escape(module.__name__)}\.(\w+)$", pages, re.MULTILINE))
     names = {*module.__all__} - elsewhere
@@ -166,6 +169,21 @@ def test_each_public_name_has_an_entry_and_a_docstring(module: ModuleType) -> No
             undescribed.append(name)
     assert undescribed == []
     assert "`actorsnap.from_env()`" in pages
+
+
+def test_each_adapter_has_an_entry() -> None:
+    """Read from the source: some frameworks are not installed."""
+    same_calls = {"torchtitan", "torchtnt", "xla"}  # those of the libraries that they replace
+    page = (ROOT / "docs/reference/interop.md").read_text()
+    entries = set(re.findall(r"^::: actorsnap\.interop\.(\w+\.\w+)$", page, re.MULTILINE))
+    names: list[str] = []
+    for path in (ROOT / "actorsnap/interop").glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+                if path.stem not in same_calls:
+                    names += [f"{path.stem}.{name}" for name in ast.literal_eval(node.value)]
+    assert names
+    assert sorted({*names} - entries) == []
 
 
 def test_the_reference_of_errors_has_one_tree() -> None:

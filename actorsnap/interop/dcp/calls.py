@@ -64,6 +64,7 @@ from actorsnap.state.sources import Captured
 _torch: Any = torch.distributed.checkpoint  # its stubs export little
 
 AsyncCheckpointerType = _torch.state_dict_saver.AsyncCheckpointerType
+"""torch's: ``THREAD`` stores in a thread, ``PROCESS`` in the uploader process."""
 
 FuncT = TypeVar("FuncT", bound=Callable[..., Any])
 _takes_storage_second: Callable[[FuncT], FuncT] = _torch.utils._api_bc_check
