@@ -11,6 +11,7 @@ from contextlib import suppress
 from typing import NoReturn
 
 from actorsnap.cli_streams import prepare_streams
+from actorsnap.release import RELEASE
 
 
 def main() -> None:
@@ -18,10 +19,15 @@ def main() -> None:
         _main()
     except KeyboardInterrupt:  # while modules are imported; later the commands catch it
         sys.stderr.write("interrupted\n")
-        if "--json" in sys.argv:
-            error = {"type": "KeyboardInterrupt", "exit_code": 130, "message": ""}
-            sys.stdout.write(json.dumps({"error": {**error, "notes": [], "fields": {}}}) + "\n")
-        sys.exit(130)
+        _exit("KeyboardInterrupt", 130)
+
+
+def _exit(error: str, code: int, message: str = "") -> NoReturn:
+    """Exits without the commands' modules; prints the error as JSON if that was asked for."""
+    if "--json" in sys.argv:
+        found = {"type": error, "exit_code": code, "message": message, "notes": [], "fields": {}}
+        sys.stdout.write(json.dumps({"error": found}) + "\n")
+    sys.exit(code)
 
 
 def _main() -> None:
@@ -31,8 +37,12 @@ def _main() -> None:
     except ModuleNotFoundError as error:
         if error.name != "typer":
             raise
-        sys.stderr.write("error: the command needs typer: pip install 'actorsnap[cli]'\n")
-        sys.exit(4)
+        if sys.argv[1:] == ["--version"]:
+            print(f"actorsnap {RELEASE}")
+            sys.exit()
+        message = "the command needs typer: pip install 'actorsnap[cli]'"
+        sys.stderr.write(f"error: {message}\n")
+        _exit("ModuleNotFoundError", 4, message)
     if COMMANDS.keys() & sys.argv[1:] or "_ACTORSNAP_COMPLETE" in os.environ:
         import actorsnap.cli  # noqa: F401  # adds the commands
     else:

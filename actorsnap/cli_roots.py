@@ -80,8 +80,8 @@ def steps(
         bool,
         typer.Option(
             "--all",
-            help="Include abandoned, damaged, unfinished and half-deleted steps, and those of a "
-            "newer release.",
+            help="Include abandoned, unfinished and half-deleted steps, those whose commit object "
+            "is damaged, and those of a newer release. Checks no data: see verify --all.",
         ),
     ] = False,
     keep: KeepOption = None,
@@ -228,7 +228,6 @@ def latest(
                 looking.latest_valid(opened, level) if valid or full else looking.latest(opened)
             )
         if found is None:
-            _require_folder(root)
             what = "intact " if valid or full else ""
             raise NothingFound(f"{opened.url} has no {what}step that a manager saved")
         _print_one(found, as_json)
@@ -541,6 +540,7 @@ def _measure(root: Root, names: Sequence[StepName]) -> Script[dict[StepName, int
 
 @contextmanager
 def _opened(path: str, option: list[str] | None) -> Iterator[Root]:
+    _require_folder(path)
     root = Root(make_location(path, parse_storage_options(option)), options())
     try:
         yield root
@@ -554,7 +554,6 @@ def _close(root: Root) -> Script[None]:
 
 def _require(infos: Iterable[object], root: str) -> None:
     if not any(True for _ in infos):
-        _require_folder(root)
         raise NothingFound(
             f"{root} has no step that a manager saved; `actorsnap ls` lists other snapshots"
         )

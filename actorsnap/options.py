@@ -264,7 +264,7 @@ def from_env(environ: Mapping[str, str] | None = None) -> Options:
             values[name.lower()] = _convert(variable, text, types[name])
         elif name not in known:
             if hint := did_you_mean(name, known, cutoff=0.8, prefix=_PREFIX):
-                raise UsageError(f"{variable}: {hint}")
+                raise UsageError(f"{variable} is unknown; {hint}")
     return Options(**values)
 
 
@@ -283,4 +283,5 @@ def _convert(variable: str, text: str, to: Any) -> Any:
     try:
         return msgspec.convert(text, to, strict=False)
     except msgspec.ValidationError as error:
-        raise UsageError(f"{variable}={text!r}: {error}") from error
+        why = "write true, false, 1 or 0" if to is bool else error
+        raise UsageError(f"{variable}={text!r}: {why}") from error

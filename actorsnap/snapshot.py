@@ -37,6 +37,7 @@ from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import async_call, run_async, watch_async
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.taking import Guard
+from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.runtime.verify import VerifyReport
 
 
@@ -63,6 +64,7 @@ class SnapshotHandle:
 
     _tree_call = "call .tree()"
 
+    @short_traceback
     def __init__(
         self,
         path: str | os.PathLike[str],

@@ -308,6 +308,23 @@ def test_a_misspelled_root(tmp_path: Path, command: list[str]) -> None:
     assert ended.err == f"error: {tmp_path}/rnu does not exist: check the path\n"
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["pin", "3", "--reason", "x"],
+        ["unpin", "3"],
+        ["record", "3", "loss=1"],
+        ["save-now"],
+    ],
+)
+def test_a_misspelled_root_is_not_changed(tmp_path: Path, command: list[str]) -> None:
+    name, *rest = command
+    ended = run(name, tmp_path / "rnu", *rest)
+    assert (ended.code, ended.out) == (3, "")
+    assert ended.err == f"error: {tmp_path}/rnu does not exist: check the path\n"
+    assert not (tmp_path / "rnu").exists()
+
+
 # latest, best, verify -------------------------------------------------------------------------
 
 

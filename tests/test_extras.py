@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import tomllib
 import traceback
 from importlib import import_module, metadata
+from importlib.abc import MetaPathFinder
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from actorsnap import Options, StateDict, UsageError
+from actorsnap import Options, StateDict, UsageError, __version__, testing
 from actorsnap.runtime import bars
 from actorsnap.sync import Snapshot
 
@@ -54,11 +56,26 @@ def test_a_storage_without_its_extra(scheme: tuple[str, str]) -> None:
     assert len(traceback.format_exception(raised.value)) == 3  # no cause, and one frame
 
 
-@pytest.mark.parametrize("name", ["ray", "ignite"])
+class Hidden(MetaPathFinder):
+    """Hides an installed package."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> None:
+        if fullname == self.name:
+            raise ModuleNotFoundError(f"No module named {fullname!r}", name=fullname)
+
+
+@pytest.mark.parametrize(
+    "name", ["accelerate", "ignite", "ray", "torchtitan", "torchtnt", "transformers"]
+)
 def test_an_integration_without_its_framework(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, f"actorsnap.interop.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'actorsnap\[{name}\]'") as raised:
+    for module in [*sys.modules]:
+        if module == f"actorsnap.interop.{name}" or module.partition(".")[0] == name:
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setattr(sys, "meta_path", [Hidden(name), *sys.meta_path])
+    with pytest.raises(ImportError, match=rf"pip install 'actorsnap\[{name}\]'") as raised:
         import_module(f"actorsnap.interop.{name}")
     assert raised.value.__cause__ is None
 
@@ -73,17 +90,36 @@ def test_spans_without_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     assert raised.value.__cause__ is None
 
 
-def test_the_program_without_its_extra() -> None:
+def test_conformance_without_pytest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "actorsnap.testing.conformance", raising=False)
+    monkeypatch.setitem(sys.modules, "pytest", None)
+    says = "^StorageConformance needs pytest: pip install pytest hypothesis$"
+    with pytest.raises(ModuleNotFoundError, match=says):
+        _ = testing.StorageConformance
+
+
+def run_without_typer(*args: str) -> subprocess.CompletedProcess[str]:
     script = (
         "import sys; sys.modules['typer'] = None\n"
-        "sys.argv = ['actorsnap', 'ls', 'nowhere']\n"
+        f"sys.argv = {['actorsnap', *args]}\n"
         "from actorsnap.__main__ import main; main()"
     )
-    done = subprocess.run(
+    return subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 4
-    assert done.stderr == "error: the command needs typer: pip install 'actorsnap[cli]'\n"
+
+
+def test_the_program_without_its_extra() -> None:
+    message = "the command needs typer: pip install 'actorsnap[cli]'"
+    done = run_without_typer("ls", "nowhere")
+    assert (done.returncode, done.stdout) == (4, "")
+    assert done.stderr == f"error: {message}\n"
+    done = run_without_typer("ls", "nowhere", "--json")
+    assert (done.returncode, done.stderr) == (4, f"error: {message}\n")
+    error = json.loads(done.stdout)["error"]
+    assert (error["exit_code"], error["message"]) == (4, message)
+    done = run_without_typer("--version")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"actorsnap {__version__}\n", "")
 
 
 @pytest.fixture

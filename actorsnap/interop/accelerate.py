@@ -28,7 +28,7 @@ try:
 except ImportError as missing:
     raise ImportError(
         "actorsnap.interop.accelerate needs accelerate: pip install 'actorsnap[accelerate]'"
-    ) from missing
+    ) from (None if missing.name == "accelerate" else missing)
 
 __all__ = ["app_state", "async_save_state", "load_state", "replicated", "save_state"]
 

@@ -18,7 +18,7 @@ except ImportError as error:
     raise ImportError(
         "actorsnap.interop.torchft needs torchtitan 0.3 or newer, with its experiment torchft: "
         "pip install 'actorsnap[torchtitan]'"
-    ) from error
+    ) from (None if error.name == "torchtitan" else error)
 
 __all__ = ["TorchFTCheckpointManager"]
 

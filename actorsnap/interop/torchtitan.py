@@ -53,7 +53,7 @@ except ImportError as error:
     raise ImportError(
         "actorsnap.interop.torchtitan needs torchtitan 0.3 or newer: "
         "pip install 'actorsnap[torchtitan]'"
-    ) from error
+    ) from (None if error.name == "torchtitan" else error)
 
 __all__ = ["CheckpointManager"]
 

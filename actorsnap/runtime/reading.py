@@ -10,6 +10,7 @@ from typing import Any
 from actorsnap.errors import NotASnapshot, UsageError
 from actorsnap.format.manifest import Commit, Entry, RankManifest
 from actorsnap.planning.index import named_entries
+from actorsnap.protocol.failure import named_ranks
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.manifests import ManifestStream, Turns, index_progress
 from actorsnap.runtime.partial_index import FEW_RANKS
@@ -71,7 +72,8 @@ def each_manifest(
         commit = await reader.commit()
         source.note(commit)
         if rank is not None and not 0 <= rank < commit.world_size:
-            raise UsageError(f"the snapshot has the ranks 0 to {commit.world_size - 1}, not {rank}")
+            present = named_ranks(range(commit.world_size))
+            raise UsageError(f"the snapshot has only {present}, not {rank}")
 
         ranks = range(commit.world_size) if rank is None else (rank,)
         stream = ManifestStream(reader, commit.attempt, commit, ranks)

@@ -17,8 +17,8 @@ from actorsnap.planning.index import (
     Index,
     Wants,
     ancestors,
-    named_ranks,
 )
+from actorsnap.protocol.failure import named_ranks
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.partial_index import PartialIndex
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
@@ -92,7 +92,8 @@ def read_object(
         number, path = int(rank), rest
     view = yield from _begin(source, number)
     if number >= view.index.world_size:
-        raise UsageError(f"{typed!r}: the snapshot has the ranks 0 to {view.index.world_size - 1}")
+        ranks = named_ranks(range(view.index.world_size))
+        raise UsageError(f"{typed!r}: the snapshot has only {ranks}")
     try:
         root = resolve(view.index.entries, path, view.index.held_by_other_ranks)
     except UsageError:

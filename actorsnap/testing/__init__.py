@@ -62,7 +62,14 @@ def __getattr__(name: str) -> Any:
     if name != "StorageConformance":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if "actorsnap.testing.conformance" not in sys.modules:
-        import pytest
+        try:
+            import hypothesis  # noqa: F401
+            import pytest
+        except ModuleNotFoundError as error:
+            raise ModuleNotFoundError(
+                f"StorageConformance needs {error.name}: pip install pytest hypothesis",
+                name=error.name,
+            ) from None
 
         # Before the import, so that failures show the compared values.
         pytest.register_assert_rewrite("actorsnap.testing.conformance")

@@ -52,6 +52,8 @@ CALLS: dict[str, Callable[[Path], Any]] = {
     "async_take": lambda path: sync.Snapshot.async_take(path / "s", STATE).wait(),
     "restore": lambda path: sync.Snapshot(path / "no").restore(STATE),
     "step": lambda path: sync.Snapshot(path / "no").step,
+    "snapshot": lambda path: sync.Snapshot("~/s"),
+    "manager of no dict": lambda path: CheckpointManager(path, 3),  # type: ignore[arg-type]
     "list": lambda path: sync.Snapshot.list(path, options=3),  # type: ignore[arg-type]
     "manager": lambda path: CheckpointManager(path / "m", STATE, save=every.steps(1)).restore(7),
     "torch.load": lambda path: interop_torch.load(path / "no"),

@@ -129,7 +129,7 @@ class TestFsspecAsync(StorageConformance):
     [
         ("nowhere://host/path", "unknown storage scheme 'nowhere'.*actorsnap.fsspec"),
         ("fsspec+nowhere://host/path", "unknown storage scheme 'fsspec.nowhere'"),
-        ("abfs://container/path", "abfs:// needs a package that is not installed.*adlfs"),
+        ("abfs://container/path", "abfs:// needs the package 'adlfs',.*: pip install adlfs$"),
     ],
 )
 def test_schemes_that_cannot_be_opened(url: str, says: str) -> None:

@@ -222,7 +222,10 @@ def resolve(
         if f"{other}/".startswith(below):
             raise UsageError(f"only {named_ranks(ranks)} saved {path!r}; read '{ranks[0]}/{path}'")
     hint = did_you_mean(path, sorted(seen)[:2000], limit=3, cutoff=0.5)
-    raise UsageError(f"the snapshot has no path {path!r}{hint and '; '}{hint}")
+    if not hint:
+        keys = list(dict.fromkeys(entry.path.partition("/")[0] for entry in entries))
+        hint = f"it has {', '.join(map(repr, keys[:5]))}{', ...' * (len(keys) > 5)}"
+    raise UsageError(f"the snapshot has no path {path!r}; {hint}")
 
 
 def _settle(fresh: Fresh) -> object:
