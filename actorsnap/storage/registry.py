@@ -60,7 +60,7 @@ def register(scheme: str, factory: StorageFactory) -> None:
 
 
 def known_schemes() -> tuple[str, ...]:
-    """Returns the schemes of the built-in, registered and installed storages, in order.
+    """Returns the schemes of the built-in, registered and installed storages, sorted.
 
     Aliases such as ``file`` and the schemes of fsspec are not among them.
     """
