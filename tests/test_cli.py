@@ -1062,7 +1062,7 @@ def test_bad_usage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACTORSNAP_VERIFY", "perhaps")
     ended = run("ls", saved)
     assert ended.code == 2
-    assert "ACTORSNAP_VERIFY='perhaps'" in ended.err
+    assert "ACTORSNAP_VERIFY='perhaps': write true, false, 1 or 0" in ended.err
 
 
 def test_help_and_version() -> None:
@@ -1093,9 +1093,9 @@ ERRORS: list[tuple[list[str], int, str]] = [
     (["best", "{}/no", "loss", "--min"], 3, "NothingFound"),
     (["prune", "{}/no"], 2, "UsageError"),
     (["save-now", "{}/no"], 3, "NothingFound"),
-    (["pin", "{}/no", "1", "--reason", "x"], 2, "UsageError"),
-    (["unpin", "{}/no", "1"], 2, "UsageError"),
-    (["record", "{}/no", "1", "x"], 2, "UsageError"),
+    (["pin", "{}/no", "1", "--reason", "x"], 3, "NothingFound"),
+    (["unpin", "{}/no", "1"], 3, "NothingFound"),
+    (["record", "{}/no", "1", "x"], 3, "NothingFound"),
 ]
 
 
