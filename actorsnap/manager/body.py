@@ -499,9 +499,12 @@ class ManagerBody:
             if not whole:
                 known = ", ".join(str(i.step) for i in infos if i.state == "committed") or "none"
                 what = f": it is {named[-1].state}" if named else ""
+                hint = ""
+                if named and named[-1].state == "abandoned":
+                    hint = f'. Snapshot("{named[-1].url}") can restore it'
                 raise UsageError(
                     f"{self.root.url} has no snapshot of step {step} to restore{what}. Steps: "
-                    f"{known}. An abandoned one can be restored by its URL with Snapshot"
+                    f"{known}{hint}"
                 )
             return whole[-1].name
 

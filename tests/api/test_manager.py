@@ -227,6 +227,13 @@ def test_a_rewind_abandons_later_steps(root: Path) -> None:
     assert found.url.endswith("step-0000000200.g2")
     states = {str(info.name): info.state for info in second.manager.steps(all=True)}
     assert states["step-0000000300.g1"] == states["step-0000000200.g1"] == "abandoned"
+    with pytest.raises(UsageError) as raised:
+        second.manager.restore(300)
+    assert "step 300 to restore: it is abandoned. Steps: 0, 100, 200. Snapshot(" in str(
+        raised.value
+    )
+    with pytest.raises(UsageError, match=r"step 7 to restore\. Steps: 0, 100, 200$"):
+        second.manager.restore(7)
 
 
 def test_abandoned_steps_and_strangers_stay(root: Path) -> None:
