@@ -103,7 +103,8 @@ def name_methods(kind: type, name: str) -> None:
     """
     for key, method in vars(kind).items():
         if isinstance(method, FunctionType):
-            method.__qualname__ = f"{name}.{key}"
+            for each in (method, getattr(method, "__wrapped__", method)):
+                each.__qualname__ = f"{name}.{key}"
 
 
 def attribute_of(error: BaseException, name: str) -> Any:

@@ -42,7 +42,7 @@ def docs(facade: str, kind: str, name: str) -> str:
 def test_each_is_complete(facade: str, kind: str, name: str) -> None:
     text, found = docs(facade, kind, name), member(facade, kind, name)
     if name == "path":
-        assert text == "Without secrets."
+        assert text == "The path or URL, without secrets."
         return
     assert not text.startswith("See ")
     assert "Examples:\n    >>> " in text
