@@ -358,8 +358,8 @@ def _parse_metric(text: str) -> tuple[str, float]:
 
 
 def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None) -> None:
-    """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is none or one
-    lacks only its commit object.
+    """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is no
+    snapshot, or one lacks only its commit object.
     """
     failed: dict[str, StorageError] = {}
     found = run(maintenance.find_snapshots(make_source(root, option), failed=failed))

@@ -232,7 +232,7 @@ def test_ls_where_a_time_is_none(saved: Path, tmp_path: Path) -> None:
 
 
 def test_ls_of_nothing(tmp_path: Path, unfinished: Path) -> None:
-    for location, text in ((tmp_path / "no", "nothing is there"), (unfinished, "unfinished")):
+    for location, text in ((tmp_path / "no", "no files are there"), (unfinished, "unfinished")):
         ended = run("ls", location)
         assert ended.code == 3
         assert text in ended.err
@@ -803,7 +803,7 @@ def test_rm_garbage(saved: Path, unfinished: Path) -> None:
 def test_rm_garbage_where_nothing_is(tmp_path: Path, unfinished: Path) -> None:
     ended = run("rm", "--garbage", tmp_path / "nope")
     assert (ended.code, ended.out) == (3, "")
-    assert "nothing is there" in ended.err
+    assert "no files are there" in ended.err
     assert run("rm", "--garbage", unfinished).code == 5  # left, but seen
 
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -417,8 +416,6 @@ class SnapshotReader:
             if await is_complete(self.storage, self.run_blocking, name)
         ]
         found, detail = recognize(keys, url=url, complete=complete)
-        if found == "absent" and await self.run_blocking(os.path.isdir, url):
-            detail = "this folder has no files"
         return NotASnapshot(key=url, detail=detail, found=found)
 
     async def _explain_file(self) -> NotASnapshot | None:

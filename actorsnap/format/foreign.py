@@ -79,7 +79,7 @@ def recognize(keys: Sequence[str], *, url: str, complete: Collection[str] = ()) 
     if inside:
         return "part", f"this is inside the snapshot {inside}: open that"
     if not keys:
-        return "absent", "nothing is there; check the path"
+        return "absent", "no files are there; check the path"
     attempts = attempts_in(keys)
     if attempts:
         return "unfinished", _unfinished(attempts, url, complete)

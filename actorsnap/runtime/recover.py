@@ -238,7 +238,7 @@ class _Recovery:
             error.add_note(
                 "The damaged commit object named one of the attempts there. "
                 "recover(replace_damaged=True), or --replace-damaged on the command line, replaces "
-                "it by one for the attempt that is complete"
+                "it with one for the complete attempt"
             )
             raise
         if commit is not None:

@@ -79,11 +79,7 @@ class Describer:
         self._layouts: dict[int, dict[object, _Described]] = {}
         self._meshes: list[Any] = []  # keeps them, and so their ids
         self._ranks_of = cache(_mesh_ranks)
-        module = sys.modules.get("torch.distributed.tensor")
-        self._dtensor, self._shard = (
-            getattr(module, "DTensor", None),
-            getattr(module, "Shard", None),
-        )
+        self._dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
 
     def describe(self, tensor: torch.Tensor) -> Sharding | str | None:
         """Returns None for tensors that are not distributed.
@@ -102,14 +98,9 @@ class Describer:
 
     def _describe_dtensor(self, tensor: Any) -> Sharding | str:
         spec = tensor._spec
-        placements = spec.placements
-        cuts: object
-        if len(placements) == 1 and type(placements[0]) is self._shard:  # nearly all
-            cuts = placements[0].dim
-        else:
-            cuts = _cuts_of(placements)
-            if isinstance(cuts, str):
-                return cuts
+        cuts = _cuts_of(spec.placements)
+        if isinstance(cuts, str):
+            return cuts
         mesh = spec.mesh
         layouts = self._layouts.get(id(mesh))
         if layouts is None:

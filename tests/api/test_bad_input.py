@@ -618,7 +618,7 @@ async def test_an_object_is_told_by_its_content() -> None:
     with pytest.raises(NotASnapshot, match="this is a pickle file") as caught:
         await Snapshot("memory://files/run/model.bin").get_manifest()
     assert caught.value.found == "foreign"
-    with pytest.raises(NotASnapshot, match="nothing is there"):
+    with pytest.raises(NotASnapshot, match="no files are there"):
         await Snapshot("memory://files/run/other.bin").get_manifest()
 
 
@@ -641,7 +641,7 @@ def test_a_part_that_was_copied_elsewhere(saved: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_without_files(tmp_path: Path) -> None:
-    with pytest.raises(NotASnapshot, match="this folder has no files$") as caught:
+    with pytest.raises(NotASnapshot, match="no files are there; check the path$") as caught:
         sync.Snapshot(tmp_path).restore(state(-1))
     assert caught.value.found == "absent"
 
@@ -661,7 +661,7 @@ def test_snapshots_and_attempts_further_below(saved: Path, tmp_path: Path) -> No
 
 
 def test_nothing_and_a_folder_of_snapshots(saved: Path) -> None:
-    with pytest.raises(NotASnapshot, match="nothing is there; check the path") as caught:
+    with pytest.raises(NotASnapshot, match="no files are there; check the path") as caught:
         sync.Snapshot(saved.parent / "svaed").restore(state(-1))
     assert caught.value.found == "absent"
     with pytest.raises(

@@ -566,7 +566,7 @@ def test_ctrl_c_between_two_steps_of_a_call(
     assert "Nothing was committed" in raised.value.__notes__[0]
     assert host.Host.get().pending_saves() == []
     assert_idle()
-    with pytest.raises(NotASnapshot, match="nothing is there"):
+    with pytest.raises(NotASnapshot, match="no files are there"):
         sync.Snapshot(url).get_manifest()
     sync.Snapshot.take(url, state(2), options=FAST)
 

@@ -544,7 +544,7 @@ def test_a_copy_that_is_under_way(lost: Path) -> None:
 
 
 def test_nothing_to_recover(tmp_path: Path) -> None:
-    with pytest.raises(NotASnapshot, match="nothing is there") as caught:
+    with pytest.raises(NotASnapshot, match="no files are there") as caught:
         Snapshot(tmp_path / "no").recover()
     assert caught.value.found == "absent"
     (tmp_path / ".metadata").write_bytes(b"of DCP")

@@ -84,7 +84,7 @@ async def test_far_away(tmp_path: Path, far: tuple[str, dict[str, Any]]) -> None
     await copied.copy_to(f"{url}-2", storage_options=options)
     await Snapshot(tmp_path / "x.pt").copy_to(f"{url}-3", storage_options=options)
     assert (await Snapshot(f"{url}-3", storage_options=options).verify("full")).ok
-    with pytest.raises(NotASnapshot, match="nothing is there"):
+    with pytest.raises(NotASnapshot, match="no files are there"):
         await Snapshot(f"{url}/absent.pt", storage_options=options).get_manifest()
 
 

@@ -425,6 +425,7 @@ MALFORMED: dict[str, list[Entry]] = {
     "size": [changed(TENSOR, shape=(3,))],
     "huge": [changed(TENSOR, shape=(1 << 60,))],
     "huge and empty": [changed(TENSOR, shape=(1 << 62, 1 << 62, 0), data=Stored(0, 0, 0, ()))],
+    "negative and empty": [changed(TENSOR, shape=(0, -1), data=Stored(0, 0, 0, ()))],
     "gradient of integers": [changed(TENSOR, dtype="int32", requires_grad=True)],
     "shard": [changed(TENSOR, offsets=(0,), global_shape=(4,))],
     "scalar with a shape": [changed(TENSOR, type="numpy_scalar", dtype="<f4")],

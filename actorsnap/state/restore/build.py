@@ -224,7 +224,8 @@ def resolve(
     hint = did_you_mean(path, sorted(seen)[:2000], limit=3, cutoff=0.5)
     if not hint:
         keys = list(dict.fromkeys(entry.path.partition("/")[0] for entry in entries))
-        hint = f"it has {', '.join(map(repr, keys[:5]))}{', ...' * (len(keys) > 5)}"
+        shown = ", ".join(map(repr, keys[:5])) or "no paths"
+        hint = f"it has {shown}{', ...' * (len(keys) > 5)}"
     raise UsageError(f"the snapshot has no path {path!r}; {hint}")
 
 

@@ -38,8 +38,10 @@ def itemsize_of(entry: TensorEntry | ViewEntry | ShardedEntry) -> int:
 
 
 def _check_kind(entry: TensorEntry | ViewEntry | ShardedEntry) -> torch.dtype | None:
-    """Checks type, dtype and number of dims; returns the torch dtype, None for numpy's."""
+    """Checks type, dtype and dims; returns the torch dtype, None for numpy's."""
     kind = entry.type
+    if min(entry.shape, default=0) < 0:  # entries of other formats never passed our decoder
+        fail(entry.path, f"no tensor has shape {entry.shape}")
     dtype: torch.dtype | None
     if kind in _TENSOR_KINDS:
         dtype = DTYPES.get(entry.dtype)
