@@ -259,7 +259,7 @@ def test_mistakes(tmp_path: Path) -> None:
         lambda: snapshot.read_object("0/s/x"),
         lambda: snapshot.get_state_dict_for_key("s"),
     ):
-        with pytest.raises(RuntimeError, match=r"Failed to read \.snapshot_metadata.*is there"):
+        with pytest.raises(RuntimeError, match=r"Failed to read \.snapshot_metadata.*are there"):
             missing()
 
 
