@@ -589,10 +589,10 @@ def _print_one(info: StepInfo, as_json: bool) -> None:
 def _row(
     info: StepInfo, nbytes: int, verdicts: Mapping[StepName, tuple[bool, Sequence[str]]]
 ) -> list[str]:
-    is_committed = info.state in ("committed", "abandoned")
+    created = info.created
     cells = [
         str(info.name),
-        f"{output.age_text(time.time() - info.created_s)} old" if is_committed else "-",
+        "-" if created is None else f"{output.age_text(time.time() - created.timestamp())} old",
         _metrics_text(info.metrics) or "-",
         output.size_text(nbytes),
         info.state,
@@ -628,14 +628,14 @@ def _summarize(done: _Outcome, sizes: Mapping[StepName, int], *, is_dry: bool) -
 
 
 def _step_json(info: StepInfo) -> dict[str, Any]:
-    is_committed = info.state in ("committed", "abandoned")
+    created = info.created
     return {
         "step": info.step,
         "generation": info.name.generation,
         "name": str(info.name),
         "url": info.url,
         "state": info.state,
-        "created": _time_json(info.created_s) if is_committed else None,
+        "created": None if created is None else _time_json(created.timestamp()),
         # JSON has no NaN and infinities.
         "metrics": {
             name: value if math.isfinite(value) else repr(value)

@@ -137,7 +137,8 @@ def test_commands_without_tensors_import_no_torch(tmp_path: Path) -> None:
         *(["steps", root], ["prune", root, "--keep", "last:2", "--yes"], ["latest", root]),
         *(["latest", "--valid", root], ["best", root, "loss", "--min"], ["save-now", root]),
         *(["pin", root, "2", "--reason", "paper"], ["unpin", root, "2"]),
-        ["record", root, "2", "f1=0.5"],
+        *(["record", root, "2", "f1=0.5"], ["recover", one]),
+        ["verify", "--full", str(tmp_path / "empty")],
     ]
     script = (
         "import contextlib, io, sys\n"
@@ -155,6 +156,8 @@ def test_commands_without_tensors_import_no_torch(tmp_path: Path) -> None:
     assert {tuple(line[:2]) for line in lines if line[1] not in ("None", "0")} == {
         ("ls", "3"),
         ("rm", "3"),
+        ("verify", "3"),
+        ("recover", "4"),
     }
 
 

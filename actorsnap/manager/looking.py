@@ -106,7 +106,7 @@ def _info(
         url=url,
         name=name,
         state="committed" if is_in_run else "abandoned",
-        created_s=stored.created_s,
+        created=commit.created_at(),
         metrics=stored.metrics,
         pins=facts.pins_at(time.time()),
         is_durable=root.is_durable(name),

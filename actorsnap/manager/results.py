@@ -6,6 +6,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TYPE_CHECKING, Any, SupportsIndex
 
 from actorsnap.errors import UsageError
@@ -38,7 +39,7 @@ class StepInfo:
     """A snapshot at the root.
 
     Attributes:
-        created_s: Time of the save, in seconds since 1970. 0 unless committed.
+        created: Time of the save, in UTC. None unless committed.
         metrics: See ``CheckpointManager.maybe_save``.
         state: ``"committed"``; ``"abandoned"``: committed, but the run continued from an earlier
             step; ``"damaged"``: its commit object cannot be read; ``"unfinished"``: never
@@ -51,7 +52,7 @@ class StepInfo:
     url: str
     name: StepName
     state: str
-    created_s: float = 0.0
+    created: datetime | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     pins: tuple[Pin, ...] = ()
     is_durable: bool = False

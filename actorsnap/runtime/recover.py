@@ -94,7 +94,6 @@ def recover(
     source: Source, call: RecoverCall, *, progress: Callable[[int, int], None] | None = None
 ) -> Script[RecoverReport]:
     """Writes the commit object again. ``progress`` is as in ``verify``."""
-    load_entry_check()
 
     async def step(host: Host) -> RecoverReport | list[ActorSnapError]:
         async with source.opened(host, "recover") as opened:
@@ -172,6 +171,7 @@ class _Recovery:
             await self._check_replaceable()
             chosen = await self._choose()
             await self._refuse_running(chosen.attempt)
+            await self._opened.errands.run_blocking(load_entry_check)
             check = DataCheck(self._opened, level="full", progress=progress)
             stream, commit, problems = await self._read_manifests(chosen, check, progress)
             if problems:

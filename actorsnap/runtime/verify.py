@@ -96,12 +96,12 @@ def verify(
     """Checks a snapshot. ``progress`` gets done and total bytes, on any thread."""
     if level not in ("quick", "full"):
         raise UsageError(f'level must be "quick" or "full", not {level!r}')
-    if level == "full":
-        load_entry_check()
 
     async def perform(opened: OpenSource) -> VerifyReport:
         reader = opened.reader
         commit = await reader.commit()
+        if level == "full":
+            await opened.errands.run_blocking(load_entry_check)
         problems: list[ActorSnapError] = []
 
         ranks = range(commit.world_size)
@@ -134,7 +134,7 @@ def verify(
 
 
 def load_entry_check() -> type[EntryCheck]:
-    """Imports it, and with it torch: first in the caller's thread, which may block."""
+    """Imports torch: blocks for seconds the first time."""
     from actorsnap.state.restore.verification import EntryCheck
 
     return EntryCheck

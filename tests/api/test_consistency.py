@@ -166,6 +166,7 @@ def test_writes_while_the_rest_of_a_large_state_is_uploaded() -> None:
     with gated(free_bytes=total - budget + 2 * chunk) as (url, gate), _budget_restored():
         pending = Snapshot.async_take(url, {"s": StateDict(state)}, options=options)
         scribble(state)
+        gate.wait_until_held()
         assert not pending.done()
         gate.open()
         pending.wait()

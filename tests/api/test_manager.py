@@ -378,6 +378,7 @@ def test_the_last_save_has_what_was_passed_with_its_step(root: Path, is_asked: b
     latest = manager.latest()
     assert latest is not None
     assert Snapshot(latest.url).metadata["at"] == 7
+    assert Snapshot(latest.url).created == latest.created
 
 
 def test_an_explicit_save_does_not_lend_its_metrics_to_the_last(root: Path) -> None:
