@@ -57,12 +57,13 @@ def test_what_is_left_is_what_was_not_finished(
     left = set(range(len(leaves_of)))
     under_way: list[int] = []
     while left:
-        if under_way and data.draw(st.booleans()):
+        may_finish = under_way and data.draw(st.booleans())
+        if not may_finish and (taken := backlog.take()) is not None:
+            under_way.append(taken)
+        else:
             chunk = under_way.pop(data.draw(st.integers(0, len(under_way) - 1)))
             backlog.finish(chunk)
             left.remove(chunk)
-        elif (taken := backlog.take()) is not None:
-            under_way.append(taken)
         if data.draw(st.booleans()):
             backlog.will_touch(data.draw(st.lists(leaf, max_size=4)))
         for each in range(10):
