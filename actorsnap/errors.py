@@ -34,6 +34,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from itertools import groupby
 from shlex import quote
 from types import FunctionType
 from typing import Any, TypeVar
@@ -42,6 +43,9 @@ T = TypeVar("T")
 
 _COMMIT_KEYS = ("actorsnap.json", ".actorsnap")
 """``format.manifest.COMMIT_KEYS``, which imports this module."""
+
+_MAX_SHOWN_RANKS = 8
+"""Limit of the numbers and ranges of ranks in a text."""
 
 __all__ = [
     "AccessDenied",
@@ -86,6 +90,20 @@ def did_you_mean(
     """
     near = get_close_matches(str(name), list(known), n=limit, cutoff=cutoff)
     return f"did you mean {' or '.join(repr(prefix + other) for other in near)}?" if near else ""
+
+
+def named_ranks(ranks: Iterable[int]) -> str:
+    """Returns ranks as text, such as ``ranks 0, 2 and 4 to 7``."""
+    ordered = sorted(ranks)
+    shown: list[str] = []
+    for _, run in groupby(enumerate(ordered), lambda place: place[1] - place[0]):
+        numbers = [rank for _, rank in run]
+        is_range = len(numbers) > 2
+        shown += [f"{numbers[0]} to {numbers[-1]}"] if is_range else map(str, numbers)
+    if len(shown) > _MAX_SHOWN_RANKS:
+        shown[_MAX_SHOWN_RANKS:] = ["others"]
+    text = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}"
 
 
 def text_of(error: BaseException) -> str:

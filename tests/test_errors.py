@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap import ActorSnapError, StorageError, UsageError, errors
-from actorsnap.errors import ChecksumMismatch
+from actorsnap.errors import ChecksumMismatch, named_ranks
 from actorsnap.format.manifest import COMMIT_KEYS
 from actorsnap.runtime.script import _unwrap_group
 
@@ -131,3 +131,18 @@ def test_only_a_lost_commit_object_is_recovered() -> None:
         error = ChecksumMismatch(key=key, detail="differs", url="/run/model")
         assert ("actorsnap recover" in str(error)) == (key in COMMIT_KEYS)
         assert "restore an older one. If it is a copy, delete it with" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "rank 3"),
+        ([0, 1], "ranks 0 and 1"),
+        ([0, 2, 3], "ranks 0, 2 and 3"),
+        ([7, 0, 3, 2, 4], "ranks 0, 2 to 4 and 7"),
+        (list(range(1, 8)), "ranks 1 to 7"),
+        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and others"),
+    ],
+)
+def test_ranks_as_people_write_them(ranks: list[int], text: str) -> None:
+    assert named_ranks(ranks) == text

@@ -12,14 +12,13 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
-from actorsnap.errors import ActorSnapError, RestoreAborted, UsageError
+from actorsnap.errors import ActorSnapError, RestoreAborted, UsageError, named_ranks
 from actorsnap.protocol.failure import (
     Failure,
     Stage,
     explain_coordinator_loss,
     explain_loss,
     name_rank,
-    named_ranks,
 )
 from actorsnap.protocol.messages import Arrived, Ask, Failed, Proceed
 from actorsnap.protocol.rounds import (

@@ -172,11 +172,6 @@ def named_entries(manifest: RankManifest) -> dict[str, Entry]:
     }
 
 
-def named_ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16])) + (", ..." if len(ranks) > 16 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
-
-
 def _is_shard(entry: AnyEntry) -> bool:
     return type(entry) is TensorEntry and entry.offsets is not None
 

@@ -15,9 +15,8 @@ from typing import Any
 
 import msgspec
 
-from actorsnap.errors import UsageError
+from actorsnap.errors import UsageError, named_ranks
 from actorsnap.format.owners import Layout
-from actorsnap.planning.index import named_ranks
 from actorsnap.planning.packing import Item
 
 _DIGEST_BYTES = 12
@@ -227,7 +226,7 @@ def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> N
         if tensor.path not in disputed and sum(map(len, ranks_of)) < tensor.num_ranks:
             complaints.append(
                 f"{tensor.path!r} lies on {tensor.num_ranks} ranks, but is in the app state of "
-                f"{named_ranks(sorted(chain.from_iterable(ranks_of)))} only"
+                f"{named_ranks(chain.from_iterable(ranks_of))} only"
             )
     refuse(
         complaints,

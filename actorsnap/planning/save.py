@@ -22,8 +22,8 @@ from typing import TypeAlias
 
 import msgspec
 
+from actorsnap.errors import named_ranks
 from actorsnap.format.layout import MAX_HEADER_BYTES
-from actorsnap.planning.index import named_ranks
 from actorsnap.planning.inventory import Inventory, digest_of, index_runs, refuse
 from actorsnap.planning.packing import (
     Arranged,
@@ -186,11 +186,11 @@ def _differing_holders(
         shared = f"{example!r} is shared by {named_ranks(ranks)}"
         if absent:
             complaints.append(
-                f"{shared} according to {named_ranks(sorted(indices))}, but {named_ranks(absent)} "
-                "shares nothing with them"
+                f"{shared} according to {named_ranks(indices)}, but not "
+                f"according to {named_ranks(absent)}"
             )
         if strangers:
-            complaints.append(f"{shared}, but {named_ranks(strangers)} reports this as well")
+            complaints.append(f"{shared}, but reported by {named_ranks(strangers)} as well")
     return complaints
 
 

@@ -22,7 +22,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from actorsnap.protocol.failure import Failure, Stage, named_ranks
+from actorsnap.errors import named_ranks
+from actorsnap.protocol.failure import Failure, Stage
 
 
 class Entered(msgspec.Struct, frozen=True, array_like=True):
@@ -149,7 +150,7 @@ class Wishes:
         wishes = tuple(self._waiting)
         closed = [rank for rank, entered in payloads.items() if entered.is_closed]
         if closed:
-            reason = f"{named_ranks(closed)} has closed the manager"
+            reason = f"the manager was closed on {named_ranks(closed)}"
             return Failure(reason=reason, stage=Stage.JOIN, rank=closed[0]), ()
         counts = [entered.calls for entered in payloads.values()]
         at = max(counts) + 1

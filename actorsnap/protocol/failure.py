@@ -36,9 +36,6 @@ _MAX_CAUSES = 8
 _MAX_DEPTH = 8
 """Limit of containers in a field, which may contain themselves."""
 
-_MAX_RUNS = 8
-"""Limit of runs in a text."""
-
 _OS_FIELDS = ("errno", "strerror", "filename")
 
 
@@ -276,23 +273,3 @@ def explain_coordinator_loss(silent_s: float) -> str:
     """``explain_loss`` of rank 0."""
     how = f"sent nothing for {silent_s:.0f} s" if silent_s else "has left: its process ended"
     return f"rank 0, the coordinator, {how}"
-
-
-def named_ranks(ranks: Sequence[int]) -> str:
-    """Returns ascending ranks as text: ``ranks 0 and 2 to 7``."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1][1:] = [rank]
-        else:
-            runs.append([rank])
-    shown = [
-        f"{run[0]}"
-        if len(run) == 1
-        else f"{run[0]} {'to' if run[1] - run[0] > 1 else 'and'} {run[1]}"
-        for run in runs[:_MAX_RUNS]
-    ]
-    if len(runs) > _MAX_RUNS:
-        shown.append("others")
-    text = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {text}"

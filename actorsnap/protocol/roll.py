@@ -20,8 +20,8 @@ import math
 from collections.abc import Sequence
 from enum import StrEnum
 
-from actorsnap.errors import UsageError
-from actorsnap.protocol.failure import Failure, Stage, explain_loss, named_ranks, restore_aborted
+from actorsnap.errors import UsageError, named_ranks
+from actorsnap.protocol.failure import Failure, Stage, explain_loss, restore_aborted
 from actorsnap.protocol.messages import Label
 
 REMIND_AFTER_S = (10.0, 60.0, 300.0)

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 import torch
 
-from actorsnap.errors import did_you_mean
+from actorsnap.errors import did_you_mean, named_ranks
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -24,7 +24,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.options import Options
-from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, Wants, named_ranks
+from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, Wants
 from actorsnap.planning.renaming import renamed
 from actorsnap.planning.shared_reads import ReadInterest
 from actorsnap.protocol.restore import Comparison

@@ -23,7 +23,7 @@ import torch
 
 from actorsnap.actors.budget import Purpose
 from actorsnap.actors.fetcher import RangeRequest
-from actorsnap.errors import ChecksumMismatch, ObjectExists, UsageError
+from actorsnap.errors import ChecksumMismatch, ObjectExists, UsageError, named_ranks
 from actorsnap.format.checksum import (
     MAX_BLOCK_BYTES,
     combine,
@@ -37,7 +37,7 @@ from actorsnap.format.manifest import COMMIT_KEYS, Stored, TensorEntry, ViewEntr
 from actorsnap.log import Log
 from actorsnap.options import chunk_within
 from actorsnap.planning.assembly import Assembly, Fragment, Origin, Write
-from actorsnap.planning.index import Index, ShardedEntry, Wants, ancestors, named_ranks
+from actorsnap.planning.index import Index, ShardedEntry, Wants, ancestors
 from actorsnap.planning.restore import BoxPlan, BoxRead, only_run, plan_boxes
 from actorsnap.planning.shards import Shard, Shards, TensorCut
 from actorsnap.planning.transfers import FIRST_AT_ONCE

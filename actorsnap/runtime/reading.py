@@ -7,10 +7,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from actorsnap.errors import NotASnapshot, UsageError
+from actorsnap.errors import NotASnapshot, UsageError, named_ranks
 from actorsnap.format.manifest import Commit, Entry, RankManifest
 from actorsnap.planning.index import named_entries
-from actorsnap.protocol.failure import named_ranks
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.manifests import ManifestStream, Turns, index_progress
 from actorsnap.runtime.partial_index import FEW_RANKS

@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.fetcher import RangeRequest
-from actorsnap.errors import UsageError, did_you_mean
+from actorsnap.errors import UsageError, did_you_mean, named_ranks
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.log import Log
 from actorsnap.planning.index import (
@@ -18,7 +18,6 @@ from actorsnap.planning.index import (
     Wants,
     ancestors,
 )
-from actorsnap.protocol.failure import named_ranks
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.partial_index import PartialIndex
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew

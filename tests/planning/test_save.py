@@ -616,12 +616,12 @@ def test_a_shard_of_another_tensor_is_named() -> None:
 def test_ranks_that_do_not_list_a_scope_which_names_them_are_named() -> None:
     items = [make("m/a", 2, 3)]
     with pytest.raises(
-        UsageError, match=r"'m/a' is shared by ranks 0, 1, 2 according to ranks 0, 2, but rank 1 "
+        UsageError, match=r"'m/a' is shared by ranks 0 to 2 according to ranks 0 and 2, but not "
     ):
         World([{(0, 1, 2): items}, {}, {(0, 1, 2): items}])
-    with pytest.raises(UsageError, match=r"according to rank 0, but ranks 1, 7 "):
+    with pytest.raises(UsageError, match=r"to rank 0, but not according to ranks 1 and 7"):
         World([{(0, 1, 7): items}, {}])
-    with pytest.raises(UsageError, match=r"shared by rank 0, but rank 1 reports this"):
+    with pytest.raises(UsageError, match=r"shared by rank 0, but reported by rank 1 as"):
         World([{(0,): items}, {(0,): items}])
 
 

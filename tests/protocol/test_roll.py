@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap.errors import RestoreAborted, SnapshotAborted, UsageError
-from actorsnap.protocol.failure import Failure, Stage, named_ranks
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.protocol.roll import RollCall, RollState
 
@@ -196,21 +196,6 @@ def test_all_alike_or_refused(rng: random.Random) -> None:
 
 def test_every_heartbeat_has_a_short_digest() -> None:
     assert len(TAKE.digest) <= 8
-
-
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([3], "rank 3"),
-        ([0, 1], "ranks 0 and 1"),
-        ([0, 2, 3], "ranks 0 and 2 and 3"),
-        ([0, 2, 3, 4, 7], "ranks 0, 2 to 4 and 7"),
-        (list(range(1, 8)), "ranks 1 to 7"),
-        (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14 and others"),
-    ],
-)
-def test_ranks_as_people_write_them(ranks: list[int], text: str) -> None:
-    assert named_ranks(ranks) == text
 
 
 def test_a_long_url_is_shown_by_its_end() -> None:

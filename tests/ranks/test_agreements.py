@@ -264,7 +264,7 @@ def test_a_rank_that_has_closed(director: Director, tmp_path: Path) -> None:
     first, _ = play(director, tmp_path, "never_calls_again", 2, closes=True)
     assert (first["error"], first["saved"], first["step"]) == ("", [], 215)
     assert first["longest_s"] < 1.0
-    assert "rank 1 has closed the manager" in first["agreed"]
+    assert "the manager was closed on rank 1" in first["agreed"]
     # It asks once, and reports what it cannot serve.
     assert first["kinds"] == ["not_agreed", "unserved"]
     assert first["seconds"] < LOST_AFTER_S

@@ -73,7 +73,7 @@ def _wrong(director: Director, path: Path, what: str, error: str, *words: str) -
         slow("options", "options must be actorsnap.Options"),
         ("leaf", "'own/x'"),
         ("globs", "replicated= is ['model/**'] on rank 0, ['model/w0'] on rank 1"),
-        ("part", "'sharded/x' lies on 3 ranks, but is in the app state of ranks 0, 2 only"),
+        ("part", "'sharded/x' lies on 3 ranks, but is in the app state of ranks 0 and 2 only"),
         ("shape", "'model/w1' is float32 (1048576,) on rank 0, float32 (5,) on rank 1"),
     ],
 )

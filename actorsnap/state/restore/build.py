@@ -21,10 +21,11 @@ from actorsnap.errors import (
     UnsupportedFormat,
     UsageError,
     did_you_mean,
+    named_ranks,
     text_of,
 )
 from actorsnap.format.manifest import BytesEntry, CompositeEntry
-from actorsnap.planning.index import AnyEntry, named_ranks
+from actorsnap.planning.index import AnyEntry
 from actorsnap.state import objects
 from actorsnap.state.composite import assemble, is_composite
 from actorsnap.state.distributed import is_distributed
