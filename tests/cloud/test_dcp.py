@@ -17,7 +17,6 @@ from actorsnap.interop.dcp import ActorsnapReader, ActorsnapWriter, installed
 from actorsnap.sync import Snapshot
 from tests.cloud.places import Store, keys_of, requests_of, uploads_of
 from tests.ranks.models import MODULES
-from tests.support.cases import slow
 from tests.support.proxy import Answer, FaultProxy
 from tests.worlds import Director
 
@@ -99,10 +98,11 @@ def director() -> Iterator[Director]:
         yield director
 
 
+@pytest.mark.slow  # each way in is above, ranks are in tests/interop
 @pytest.mark.usefixtures("forker")
 @pytest.mark.parametrize(
     ("name", "case"),
-    [slow("ceph", "train"), ("fake_gcs", "train"), slow("moto", "train"), slow("ceph", "native")],
+    [("ceph", "train"), ("fake_gcs", "train"), ("moto", "train"), ("ceph", "native")],
 )
 def test_ranks(
     request: pytest.FixtureRequest,

@@ -11,10 +11,9 @@ import msgspec
 import pytest
 import torch
 
-from actorsnap import Snapshot
 from actorsnap.storage.gs_client import GsOptions
 from actorsnap.storage.s3_client import S3Options
-from tests.pages import ROOT, all_blocks, blocks, play, run_python, shell, timeless
+from tests.pages import ROOT, all_blocks, blocks, play, shell, timeless
 from tests.servers.ceph import CephServer
 from tests.servers.fake_gcs import FakeGcsServer
 from tests.support.scripts import run_script
@@ -70,19 +69,6 @@ def test_step_6_of_the_tutorial(
         found = run_script(line, tmp_path) if line.startswith("python ") else shell(line)
         if expected:
             assert timeless(found) == timeless(expected), line
-
-
-@pytest.mark.blocking
-def test_readme(
-    ceph: CephServer, bucket: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in ceph.env().items():
-        monkeypatch.setenv(name, value)
-    text = (ROOT / "README.md").read_text()
-    (block,) = [block for block in blocks(text, "python") if "s3://bucket" in block]
-    names: dict[str, Any] = {"Snapshot": Snapshot, "app_state": {"model": torch.nn.Linear(2, 2)}}
-    run_python(block.replace("s3://bucket", f"s3://{bucket}"), names, "README.md")
-    assert names["snapshot"].path == f"s3://{bucket}/run-7/step-100"
 
 
 @pytest.mark.blocking
