@@ -3,14 +3,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from typing import NoReturn
 
-from actorsnap.cli_streams import prepare_streams
+from actorsnap.cli_streams import prepare_streams, print_json_error
 from actorsnap.release import RELEASE
 
 
@@ -25,8 +24,7 @@ def main() -> None:
 def _exit(error: str, code: int, message: str = "") -> NoReturn:
     """Exits without the commands' modules; prints the error as JSON if that was asked for."""
     if "--json" in sys.argv:
-        found = {"type": error, "exit_code": code, "message": message, "notes": [], "fields": {}}
-        sys.stdout.write(json.dumps({"error": found}) + "\n")
+        print_json_error(error, code, message)
     sys.exit(code)
 
 

@@ -7,14 +7,13 @@ them.
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
 import typer
 from typer.core import TyperGroup
 
+from actorsnap.cli_streams import print_json_error
 from actorsnap.release import RELEASE
 
 COMMANDS: Final[Mapping[str, str]] = {
@@ -89,15 +88,9 @@ class Commands(TyperGroup):
 def _print_json(error: BaseException, code: int) -> None:
     from actorsnap.errors import ActorSnapError, notes_of, text_of
 
-    document = {
-        "type": type(error).__name__,
-        "exit_code": code,
-        "message": error.format_message() if hasattr(error, "format_message") else text_of(error),
-        "notes": notes_of(error),
-        "fields": error.fields if isinstance(error, ActorSnapError) else {},
-    }
-    sys.stdout.write(json.dumps({"error": document}, default=repr) + "\n")
-    sys.stdout.flush()
+    message = error.format_message() if hasattr(error, "format_message") else text_of(error)
+    fields = error.fields if isinstance(error, ActorSnapError) else {}
+    print_json_error(type(error).__name__, code, message, notes_of(error), fields)
 
 
 app = typer.Typer(

@@ -7,14 +7,25 @@ Imports nothing else from the package, because it runs first.
 from __future__ import annotations
 
 import io
+import json
 import os
 import sys
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 
 def prepare_streams() -> None:
     _check_streams()
     sys.stdout, sys.stderr = _wrap(sys.stdout), _wrap(sys.stderr)
+
+
+def print_json_error(
+    kind: str, code: int, message: str, notes: Sequence[str] = (), fields: Mapping[str, Any] = {}
+) -> None:
+    """Prints the error that ended a command as JSON, on stdout."""
+    found = {"type": kind, "exit_code": code, "message": message, "notes": notes, "fields": fields}
+    sys.stdout.write(json.dumps({"error": found}, default=repr) + "\n")
+    sys.stdout.flush()
 
 
 def _check_streams() -> None:
