@@ -13,13 +13,7 @@ import anyio.abc
 import anyio.lowlevel
 
 from actorsnap.errors import ActorSnapError, RestoreAborted, UsageError, named_ranks
-from actorsnap.protocol.failure import (
-    Failure,
-    Stage,
-    explain_coordinator_loss,
-    explain_loss,
-    name_rank,
-)
+from actorsnap.protocol.failure import Failure, Stage, explain_coordinator_loss, explain_loss
 from actorsnap.protocol.messages import Arrived, Ask, Failed, Proceed
 from actorsnap.protocol.rounds import (
     Continue,
@@ -237,11 +231,8 @@ class ParticipantActor:
         failure = None if self.outcome is None else self.outcome.failure
         if failure is None:
             return None
-        error = failure.to_error()
-        if failure.rank is None:
-            return error
-        name_rank(error, failure.rank)
-        if not isinstance(error, RestoreAborted | UsageError):
+        error = failure.to_error(names_rank=True)
+        if failure.rank is not None and not isinstance(error, RestoreAborted | UsageError):
             error.add_note(
                 f"actorsnap: it began on rank {failure.rank}, in stage '{failure.stage}'"
             )

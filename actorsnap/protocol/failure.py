@@ -27,6 +27,7 @@ from actorsnap.errors import (
     describe,
     notes_of,
     printable,
+    set_cause,
     text_of,
 )
 
@@ -221,26 +222,33 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
             may_be_visible=error.may_be_committed,
         )
 
-    def to_error(self) -> ActorSnapError:
+    def to_error(
+        self, *, cause: BaseException | None = None, names_rank: bool = False
+    ) -> ActorSnapError:
+        """Returns a new error.
+
+        Args:
+            cause: This rank's own error; see ``set_cause``.
+            names_rank: Put the rank in front of the text of a ``UsageError``, which all ranks
+                raise.
+        """
         error = None if self.error is None else decode([self.error, *self.causes])
-        if isinstance(error, ActorSnapError):
-            return error
-        aborted = SnapshotAborted(
-            reason=self.reason,
-            rank=self.rank,
-            stage=str(self.stage),
-            key=self.key,
-            may_be_committed=self.may_be_visible,
-        )
-        aborted.__cause__ = error or (decode(self.causes) if self.causes else None)
-        return aborted
-
-
-def name_rank(error: ActorSnapError, rank: int) -> None:
-    """Puts the rank in front of the text of a ``UsageError``, which other ranks raise too."""
-    if isinstance(error, UsageError):
-        error.message = error.fields["message"] = f"rank {rank}: {error.message}"
-        error.args = (error.message,)
+        if not isinstance(error, ActorSnapError):
+            decoded = error or (decode(self.causes) if self.causes else None)
+            error = SnapshotAborted(
+                reason=self.reason,
+                rank=self.rank,
+                stage=str(self.stage),
+                key=self.key,
+                may_be_committed=self.may_be_visible,
+            )
+            error.__cause__ = decoded
+        if cause is not None:
+            set_cause(error, cause)
+        if isinstance(error, UsageError) and names_rank and self.rank is not None:
+            error.message = error.fields["message"] = f"rank {self.rank}: {error.message}"
+            error.args = (error.message,)
+        return error
 
 
 def restore_aborted(

@@ -30,14 +30,13 @@ from actorsnap.errors import (
     StorageError,
     UnsupportedFormat,
     UsageError,
-    set_cause,
 )
 from actorsnap.format.compression import Codec
 from actorsnap.format.manifest import COMMIT_KEY, Commit, SaveRecord, features_of
 from actorsnap.log import Log
 from actorsnap.options import Options, chunk_within
 from actorsnap.planning.packing import PackingRules
-from actorsnap.protocol.failure import Failure, Stage, name_rank
+from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
@@ -458,14 +457,12 @@ class LocalEngine:
             seen = seen.__cause__ or seen.__context__
 
     def _to_error(self, failure: Failure) -> ActorSnapError:
-        error = failure.to_error()
-        if failure.rank in (None, self.save.rank):
-            if self.cause is not None:
-                set_cause(error, self.cause)
-        elif not isinstance(error, SnapshotAborted | UsageError):
+        is_own = failure.rank in (None, self.save.rank)
+        error = failure.to_error(
+            cause=self.cause if is_own else None, names_rank=self.save.world_size > 1
+        )
+        if not is_own and not isinstance(error, SnapshotAborted | UsageError):
             error.add_note(f"actorsnap: this happened on rank {failure.rank}")
-        if failure.rank is not None and self.save.world_size > 1:
-            name_rank(error, failure.rank)
         return error
 
     async def _collect(self, committer: CommitActor) -> None:

@@ -27,7 +27,7 @@ from actorsnap.errors import describe, set_cause
 from actorsnap.log import Log
 from actorsnap.planning.packing import write_order
 from actorsnap.protocol import uploader as frames
-from actorsnap.protocol.failure import Failure, Stage, decode, encode, name_rank
+from actorsnap.protocol.failure import Failure, Stage, decode, encode
 from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import open_location
 from actorsnap.runtime.save import Save
@@ -344,11 +344,10 @@ class RemoteEngine:
         self._ended.set()
 
     def _abort(self, failure: Failure) -> None:
-        self._error = error = failure.to_error()
-        if failure.rank is not None and self._save.world_size > 1:
-            name_rank(error, failure.rank)
-        if failure.rank == self._save.rank and self._cause is not None:
-            set_cause(self._error, self._cause)
+        is_own = failure.rank == self._save.rank
+        self._error = failure.to_error(
+            cause=self._cause if is_own else None, names_rank=self._save.world_size > 1
+        )
         is_expected = failure.stage is Stage.CANCEL
         level = logging.DEBUG if is_expected else logging.ERROR
         logger.log(level, "%s: %s", self._save.label, self._error)

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
-from copy import copy
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import anyio
@@ -14,7 +13,7 @@ from actorsnap.actors.rounds import CoordinatorActor, Decisions, ParticipantActo
 from actorsnap.errors import ActorSnapError, UsageError, describe, is_same
 from actorsnap.log import Log
 from actorsnap.options import Options
-from actorsnap.protocol.failure import Failure, Stage, name_rank, restore_aborted, save_aborted
+from actorsnap.protocol.failure import Failure, Stage, restore_aborted, save_aborted
 from actorsnap.protocol.messages import Label
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.runtime.host import Host, Script
@@ -223,11 +222,9 @@ class Together:
         if not was_over:
             yield lambda _: participant.fail(self._failure_of(error))
         verdict = participant.verdict
-        if isinstance(error, UsageError) and isinstance(verdict, UsageError):
-            named = copy(error)
-            name_rank(named, self.rank)
+        if verdict is not None and isinstance(error, UsageError):
+            named = self._failure_of(error).to_error(names_rank=True)
             if is_same(named, verdict):
-                # Its text names the rank, as on the other ranks.
                 raise verdict.with_traceback(error.__traceback__) from error.__cause__
         is_own = is_same(error, verdict)
         if verdict is None or (is_own and not was_over):
