@@ -86,16 +86,19 @@ def _decisions() -> str:
 def _changelog() -> str:
     found: dict[str, list[str]] = {kind: [] for kind in _KINDS}
     folder = ROOT / "docs/changes"
-    for path in sorted(folder.glob("*.*.md"), key=lambda path: int(path.name.split("-")[0])):
+    for path in sorted(folder.glob("*.*.md"), key=_topic):
         text = " ".join(path.read_text().split()).replace("](../", "](")
         found[path.name.split(".")[-2]].append(f"- {text}")
     parts = [
-        f"## {title}\n\n" + "\n".join(reversed(found[kind]))
-        for kind, title in _KINDS.items()
-        if found[kind]
+        f"## {title}\n\n" + "\n".join(found[kind]) for kind, title in _KINDS.items() if found[kind]
     ]
-    head = "# Changelog\n\nAll changes up to the first release, the latest first.\n\n"
+    head = "# Changelog\n\nNothing is released yet. The first release will contain:\n\n"
     return head + "\n\n".join(parts) + "\n"
+
+
+def _topic(fragment: Path) -> str:
+    """The words of a fragment's name, by which towncrier sorts."""
+    return fragment.name.partition(".")[0].partition("-")[2]
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:

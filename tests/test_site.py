@@ -102,7 +102,7 @@ def test_pages_are_made_of_other_files() -> None:
     assert "nn.Sequential" in pages["examples/quickstart_sync.md"]
     assert "await Snapshot.take" in pages["examples/notebook.md"]
     assert "(0011-uploader-process.md)" in pages["decisions/index.md"]
-    assert "## Fixed" in pages["changelog.md"]
+    assert "## New" in pages["changelog.md"]
 
 
 def test_the_check_of_the_site(tmp_path: Path) -> None:
