@@ -15,7 +15,7 @@ from actorsnap.actors.budget import Budget, Lease
 from actorsnap.actors.fence import Fence
 from actorsnap.actors.items import StagedChunk, StagingOrder
 from actorsnap.actors.trace import NULL_RECORDER, ProgressBoard, Recorder, Row, Wait, Work
-from actorsnap.planning.packing import Chunk, ObjectPlan
+from actorsnap.planning.packing import Chunk, ObjectPlan, copy_turn_bytes
 from actorsnap.protocol.save import Assignment
 from actorsnap.state.sources import ByteSource, Gathering, Leaf, PartSource, gather
 from actorsnap.storage.base import RunBlocking
@@ -24,14 +24,6 @@ _MAX_COPIED_BYTES = 48 << 20
 """Limit of copies in a blocking save, apart from the budget. The trainer does not wait for a copy
 as such: more would only use memory.
 """
-
-_TURN_BYTES = 128 << 20
-"""Size of the chunks that a thread copies at once. For each alone, threads and the event loop would
-hand the GIL to each other for longer than the copy takes on a bus, and for a tenth of it in memory.
-"""
-
-_MIN_TURNS = 4
-"""Least turns of a thread that copies host memory, so that all of them end together."""
 
 _DEVICE_COPIERS = 2
 """Threads that copy from devices: one begins its copies while those of the other are made."""
@@ -82,12 +74,10 @@ class StagingActor:
         fence = self.fence
         num_copiers = self.num_copiers
         if self.copies and fence is None:
-            if _is_on_devices(self.leaves):
+            on_devices = _is_on_devices(self.leaves)
+            if on_devices:
                 num_copiers = min(num_copiers, _DEVICE_COPIERS)
-                self._turn_bytes = _TURN_BYTES
-            else:
-                nbytes = sum([chunk.stop - chunk.start for chunk in order.chunks])
-                self._turn_bytes = min(_TURN_BYTES, nbytes // (_MIN_TURNS * num_copiers))
+            self._turn_bytes = copy_turn_bytes(order.chunks, num_copiers, on_devices=on_devices)
         try:
             self._sources = [_sources_of(plan, self.leaves) for plan in order.objects]
             if fence is not None:

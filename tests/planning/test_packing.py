@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.planning.packing import (
+    Chunk,
     Item,
     ItemBox,
     ObjectPart,
@@ -18,6 +19,7 @@ from actorsnap.planning.packing import (
     PackingRules,
     RankPlan,
     Share,
+    copy_turn_bytes,
     pack,
     write_order,
 )
@@ -182,3 +184,20 @@ def test_a_part_of_an_item_is_boxes_and_the_object_stays_whole() -> None:
     assert [end - 4096 for end in shared.ends] == [8 * MIB, 12 * MIB, 13 * MIB]
     assert own.opens
     assert own.boxes == (None,)
+
+
+@given(
+    sizes=st.lists(st.integers(1, 512 * MIB), max_size=8),
+    num_copiers=st.integers(1, 16),
+    on_devices=st.booleans(),
+)
+def test_a_thread_copies_much_in_a_turn_but_all_threads_end_together(
+    sizes: list[int], num_copiers: int, on_devices: bool
+) -> None:
+    chunks = [Chunk(0, index, 0, size) for index, size in enumerate(sizes)]
+    nbytes = copy_turn_bytes(chunks, num_copiers, on_devices=on_devices)
+    assert 0 <= nbytes <= 128 * MIB
+    if on_devices or sum(sizes) >= 4 * num_copiers * 128 * MIB:
+        assert nbytes == 128 * MIB
+    else:
+        assert 4 * num_copiers * nbytes <= sum(sizes)
