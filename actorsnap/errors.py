@@ -18,7 +18,7 @@ Programs read an error's fields; its message is for people, and adds advice. Err
 #     │   ├── UnsupportedFormat
 #     │   ├── ChecksumMismatch
 #     │   └── NotASnapshot(found)
-#     ├── IncompatibleState(missing, unexpected, mismatched)
+#     ├── IncompatibleState(missing, unexpected, mismatched, hints)
 #     ├── SnapshotReplaced(url, is_deleted)
 #     ├── SnapshotAborted(reason, rank, stage, key, may_be_committed)
 #     │   └── StateChanged(path)
@@ -408,6 +408,7 @@ class IncompatibleState(ActorSnapError):
             that adapts its input could detect the mismatch.
         misfit: What does not fit: ``"app_state"``, ``"out"`` of ``read_object``, or ``"ranks"``,
             which stored different values of what is to be read.
+        hints: Lines that compare names of the snapshot with missing ones, and say what to pass.
     """
 
     missing: Sequence[str] = ()
@@ -415,11 +416,13 @@ class IncompatibleState(ActorSnapError):
     mismatched: Sequence[str] = ()
     is_untouched: bool = True
     misfit: str = "app_state"
+    hints: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         self.missing = tuple(self.missing)
         self.unexpected = tuple(self.unexpected)
         self.mismatched = tuple(self.mismatched)
+        self.hints = tuple(self.hints)
         super().__post_init__()
 
     def _text(self) -> str:
@@ -430,6 +433,7 @@ class IncompatibleState(ActorSnapError):
             *_format_list("missing in the snapshot", self.missing),
             *_format_list("unexpected in the snapshot", self.unexpected),
             *_format_list("mismatched", self.mismatched),
+            *_format_list("hints", self.hints),
         ]
         return "\n".join(lines)
 

@@ -66,7 +66,7 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
     """A rank has compared its app state with the snapshot.
 
     Attributes:
-        missing, unexpected, mismatched: As in ``IncompatibleState``; empty if allowed.
+        missing, unexpected, mismatched, hints: As in ``IncompatibleState``; empty if allowed.
         unplaced: By escaped key of the app state, paths that are unexpected unless another rank
             with that key has a place for them; empty if allowed.
     """
@@ -76,6 +76,7 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True):
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
     unplaced: dict[str, tuple[str, ...]] = {}
+    hints: tuple[str, ...] = ()
 
 
 class ReadCost(msgspec.Struct, frozen=True, array_like=True):
@@ -141,7 +142,10 @@ class RestoreDecisions:
             missing, unexpected, mismatched = _merged(ranks)
             if missing or unexpected or mismatched:
                 raise IncompatibleState(
-                    missing=missing, unexpected=unexpected, mismatched=mismatched
+                    missing=missing,
+                    unexpected=unexpected,
+                    mismatched=mismatched,
+                    hints=_merged_lines([own.hints for own in ranks]),
                 )
         plans = plan_shared_reads([own.interest for own in ranks], self._mode)
         self._read = 2 + plans[0].num_rounds

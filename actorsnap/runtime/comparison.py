@@ -57,11 +57,11 @@ class Compared:
         parts: The restorable part of each key, in load order.
         adapting: The comparison of each module that adapts the loaded state itself.
         missing, unexpected, mismatched, kept: See ``RestoreReport``.
+        hints: See ``IncompatibleState``.
         keys: Of the snapshot.
         without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
         unplaced: Paths without a place here, by escaped key. Other ranks may have one (pipeline
             stages).
-        hints: Lines for names that the snapshot lacks, with similar ones that it has.
     """
 
     parts: dict[str, KeyRestore] = field(default_factory=dict)
@@ -95,6 +95,7 @@ class Compared:
             tuple(self.unexpected),
             tuple(self.mismatched),
             self.unplaced,
+            tuple(self.hints),
         )
 
 

@@ -404,12 +404,7 @@ def _agree(
 ) -> Script[SharedReadPlan]:
     interest = reads.interest(Host.get())
     message = compared.message(interest) if strict else Comparison(interest)
-    try:
-        payload = yield from rounds.arrive(msgspec.msgpack.encode(message), then=Stage.READ)
-    except IncompatibleState as error:
-        for hint in compared.hints:
-            error.add_note(hint)
-        raise
+    payload = yield from rounds.arrive(msgspec.msgpack.encode(message), then=Stage.READ)
     return msgspec.msgpack.decode(payload, type=SharedReadPlan)
 
 

@@ -36,6 +36,7 @@ from actorsnap import (
     UsageError,
     sync,
 )
+from actorsnap.errors import notes_of
 from actorsnap.options import from_env
 from actorsnap.runtime.host import Host
 from actorsnap.storage import StorageContext, open_storage
@@ -873,13 +874,15 @@ def test_misspelt_keys_of_an_app_state(saved: Path) -> None:
     with pytest.raises(IncompatibleState) as caught:
         sync.Snapshot(saved).restore(app_state)
     assert caught.value.missing == ("modle", "unlike")
-    assert caught.value.__notes__ == [
+    assert list(caught.value.hints) == [
         "the snapshot has no key 'modle'; did you mean 'model'? To restore from another key, pass "
         "rename={'model': 'modle'} to Snapshot.restore",
         "the snapshot has no key 'unlike'; it has 'model', 'progress'. To leave it as it is, pass "
         "keys=['optimizer'] to Snapshot.restore",
     ]
     assert "pass rename= to Snapshot.restore" in str(caught.value)
+    assert all(str(caught.value).count(hint) == 1 for hint in caught.value.hints)
+    assert not notes_of(caught.value)  # which a traceback prints as well
 
 
 def test_a_key_of_an_old_file(tmp_path: Path) -> None:
@@ -888,13 +891,13 @@ def test_a_key_of_an_old_file(tmp_path: Path) -> None:
     snapshot = sync.Snapshot(tmp_path / "old.pt")
     with pytest.raises(IncompatibleState) as caught:
         snapshot.restore({"model": torch.nn.Linear(3, 2)})
-    assert caught.value.__notes__ == [
+    assert list(caught.value.hints) == [
         "the snapshot has no key 'model'; it has 'epoch', 'model_state_dict'. To restore from "
         "another key, pass rename={'model_state_dict': 'model'} to Snapshot.restore"
     ]
     with pytest.raises(IncompatibleState) as caught:
         snapshot.restore({"model_state_dict": model, "epoch": StateDict(), "more": StateDict()})
-    assert caught.value.__notes__ == [
+    assert list(caught.value.hints) == [
         "the snapshot has no key 'more'; it has 'epoch', 'model_state_dict'. To leave it as it is, "
         "pass keys=['model_state_dict', 'epoch'] to Snapshot.restore"
     ]

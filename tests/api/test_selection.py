@@ -135,7 +135,7 @@ def test_a_key_becomes_a_layer(tmp_path: Path) -> None:
     assert is_all(model[0], 3)
     with pytest.raises(IncompatibleState) as caught:
         Snapshot(tmp_path / "s").restore({"model": model}, rename={"layer": "model/0"})
-    assert any('rename={"KEY/": "model/0."}' in note for note in caught.value.__notes__)
+    assert any('rename={"KEY/": "model/0."}' in hint for hint in caught.value.hints)
 
 
 def test_an_optimizer_moves(tmp_path: Path) -> None:

@@ -255,7 +255,7 @@ def test_names_that_differ_by_a_prefix(tmp_path: Path, prefix: str) -> None:
     one = Snapshot.take(tmp_path / "wrapped", {"model": wrapped})
     with pytest.raises(IncompatibleState) as caught:
         one.restore({"model": plain})
-    assert caught.value.__notes__ == [
+    assert list(caught.value.hints) == [
         f"the names of 'model' begin with '{prefix}' only in the snapshot: pass "
         f'rename="{prefix}" to Snapshot.restore'
     ]
@@ -263,7 +263,7 @@ def test_names_that_differ_by_a_prefix(tmp_path: Path, prefix: str) -> None:
     other = Snapshot.take(tmp_path / "plain", {"model": plain})
     with pytest.raises(IncompatibleState) as caught:
         other.restore({"model": wrapped})
-    assert caught.value.__notes__ == [
+    assert list(caught.value.hints) == [
         f"the names of 'model' begin with '{prefix}' only in the app state: pass "
         f"rename={{'model/': 'model/{prefix}'}} to Snapshot.restore"
     ]

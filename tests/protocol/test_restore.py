@@ -70,12 +70,15 @@ def test_what_does_not_fit_is_named_with_its_rank() -> None:
             RestoreDecisions(mode=ReadMode.AUTO),
             1,
             Comparison(INTEREST, missing=("m/a", "m/b")),
-            Comparison(INTEREST, missing=("m/b", "m/c"), mismatched=("m/d: other",)),
+            Comparison(
+                INTEREST, missing=("m/b", "m/c"), mismatched=("m/d: other",), hints=("rename m",)
+            ),
             Comparison(INTEREST, missing=("m/b",)),
             Comparison(INTEREST, missing=("m/b",)),
         )
     assert caught.value.missing == ("m/b", "rank 0: m/a", "rank 1: m/c")
     assert caught.value.mismatched == ("rank 1: m/d: other",)
+    assert caught.value.hints == ("rank 1: rename m",)
 
 
 def test_a_dry_run_adds_up() -> None:
