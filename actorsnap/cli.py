@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The command line.
+"""The command line, and its commands that only read.
 
 Results go to stdout, everything else to stderr. Columns are aligned on a terminal, otherwise
 separated by tabs. Control characters are escaped. With ``--json``, stdout has only JSON: the
@@ -9,41 +9,30 @@ result, or ``{"error": ...}``. ``cli_app.EXIT_CODES`` has the exit codes.
 from __future__ import annotations
 
 import os
-import shlex
 import sys
-import time
 from collections.abc import Callable, Iterator
 from typing import Annotated, Any
 
 import msgspec
 import typer
-from rich.markup import escape as quote
 
-from actorsnap import cli_copies, cli_roots
+from actorsnap import cli_copies, cli_damage, cli_deletion, cli_roots
 from actorsnap import cli_output as output
-from actorsnap.actors.formats import NOT_OURS, format_of
 from actorsnap.cli_app import app as app
 from actorsnap.cli_calls import (
     JsonOption,
-    NotConfirmed,
     PathArgument,
-    Pinned,
     StorageOption,
-    advising,
     both_sides,
     err,
     errors,
-    is_confirmed,
     make_source,
     options,
     parse_storage_options,
     progress,
-    recover_command,
     run,
 )
 from actorsnap.errors import (
-    ActorSnapError,
-    ChecksumMismatch,
     NotASnapshot,
     SnapshotReplaced,
     StorageError,
@@ -56,12 +45,8 @@ from actorsnap.format.manifest import (
     ValueEntry,
 )
 from actorsnap.runtime import maintenance, reading, tracefile
-from actorsnap.runtime import recover as recovery
-from actorsnap.runtime import verify as verification
-from actorsnap.runtime.roots import find_pins
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.treemap import Treemap
-from actorsnap.runtime.verify import VerifyReport
 
 
 @app.command()
@@ -209,45 +194,6 @@ def _write_page(path: str, to: str, as_json: bool, option: list[str] | None) -> 
 
 
 @app.command()
-def verify(
-    path: PathArgument,
-    full: Annotated[
-        bool,
-        typer.Option(
-            "--full", help="Verify all checksums and values. Pickled leaves are not unpickled."
-        ),
-    ] = False,
-    all: Annotated[
-        bool, typer.Option("--all", help="Check each snapshot in the folder PATH, such as a run.")
-    ] = False,
-    as_json: JsonOption = False,
-    option: StorageOption = None,
-) -> None:
-    """Check that a snapshot is intact. Exit code 1 if it is damaged."""
-    with errors(damaged=1):
-        if all:
-            cli_roots.verify_all(path, full=full, as_json=as_json, option=option)
-            return
-        source = make_source(path, option)
-        report: VerifyReport
-        with progress("verifying") as update:
-            level = "full" if full else "quick"
-            with advising(f"`actorsnap verify --all {shlex.quote(path)}` checks each of them"):
-                report = run(verification.verify(source, level=level, progress=update))
-        if as_json:
-            problems = [str(problem) for problem in report.problems]
-            state = "ok" if report.ok else "damaged"
-            output.print_json(
-                {"path": path, **output.report_json(report), "state": state, "problems": problems}
-            )
-            raise typer.Exit(0 if report.ok else 1)
-        if not report.ok:
-            output.print_columns([path, "damaged", str(problem)] for problem in report.problems)
-            raise typer.Exit(1)
-        output.write_lines([f"ok: {', '.join(output.checked_text(report, full=full))}"])
-
-
-@app.command()
 def diff(
     a: Annotated[str, typer.Argument(help="A snapshot's path or URL.")],
     b: Annotated[str, typer.Argument(help="Another snapshot's path or URL.")],
@@ -354,164 +300,6 @@ _PLAIN = (str, int, float, type(None))
 
 
 @app.command()
-def rm(
-    paths: Annotated[
-        list[str], typer.Argument(help="Paths or URLs of snapshots.", metavar="PATH...")
-    ],
-    garbage: Annotated[
-        bool,
-        typer.Option(
-            "--garbage",
-            help="Delete only leftovers of unfinished attempts. If there is no commit object, "
-            "complete attempts are deleted only after you confirm, or with --yes.",
-        ),
-    ] = False,
-    force: Annotated[
-        bool,
-        typer.Option(
-            "--force",
-            help="Delete pinned steps, too. With --garbage: include attempts that may be running.",
-        ),
-    ] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
-    as_json: JsonOption = False,
-    option: StorageOption = None,
-) -> None:
-    """Delete snapshots, or only the garbage at their paths. Exit code 5 if not done."""
-    with errors():
-        sources = {path: make_source(path, option) for path in paths}
-        if garbage:
-            collected = {
-                path: _collect(source, path, force=force, yes=yes, as_json=as_json)
-                for path, source in sources.items()
-            }
-            if as_json:
-                output.print_json(
-                    [
-                        {"path": path, **msgspec.to_builtins(found)}
-                        for path, found in collected.items()
-                    ]
-                )
-            if any(found.kept or found.left for found in collected.values()):
-                raise typer.Exit(5)
-            return
-        try:
-            if not force:
-                for path, source in sources.items():
-                    _refuse_pinned(source, path)
-            what = [_what_to_delete(source, path) for path, source in sources.items()]
-        except (ActorSnapError, Pinned) as error:
-            if len(sources) > 1:
-                error.add_note("nothing was deleted")
-            raise
-        if not yes:
-            question = f"Delete {what[0]}?"
-            if len(what) > 1:
-                for each in what:
-                    err.print(quote(output.one_line(each)))
-                question = f"Delete these {len(what)}?"
-            if not is_confirmed(question):
-                raise NotConfirmed(
-                    "not confirmed, so nothing was deleted; --yes skips the question"
-                )
-        for path, source in sources.items():
-            if not force:
-                _refuse_pinned(source, path)  # since the question
-            run(maintenance.delete(source))
-            if not as_json:
-                output.write_lines([f"deleted {path}"])
-                sys.stdout.flush()
-        if as_json:
-            output.print_json({"deleted": list(sources)})
-
-
-def _refuse_pinned(source: Source, path: str) -> None:
-    """Raises ``Pinned`` if a pin protects the step now."""
-    pins = run(find_pins(source))
-    if pins:
-        raise Pinned(f"{path} is {', '.join(map(str, pins))}, and stays; unpin it, or use --force")
-
-
-def _collect(
-    source: Source, path: str, *, force: bool, yes: bool, as_json: bool
-) -> maintenance.Collected:
-    leftovers = run(maintenance.find_leftovers(source))
-    for leftover in leftovers:
-        state = "complete" if leftover.is_complete else "incomplete"
-        age = output.age_text(time.time() - leftover.created_s)
-        err.print(f"{leftover.attempt}  {output.size_text(leftover.nbytes)}, {age} old, {state}")
-    complete = [each.attempt for each in leftovers if each.is_complete]
-    doomed = [each for each in leftovers if each.is_complete and (each.is_garbage or force)]
-    may_delete = yes
-    if doomed and not yes and sys.stdin.isatty():
-        what = output.count_of(len(doomed), "attempt is", "attempts are")
-        err.print(f"{what} complete: {quote(recover_command(path))} makes a snapshot of one again.")
-        may_delete = is_confirmed("Delete what is complete, too?")
-    deletable = complete if may_delete else []
-    report = run(maintenance.collect(source, force=force, deletable=deletable))
-    if not report.deleted and not report.kept and not report.left:
-        with advising("rm --garbage takes the snapshots' paths, one or several"):
-            run(reading.load_commit(source))  # raises if empty
-    objects = output.count_of(len(report.deleted), "object", "objects")
-    if not as_json:
-        output.write_lines([f"deleted {objects} of unfinished attempts"])
-    for attempt in report.left:
-        err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
-    advice = f"{quote(recover_command(path))} makes a snapshot of it again; --yes deletes it"
-    if report.is_damaged:
-        advice = (
-            "The snapshot here is damaged. Move the attempt's folder to another path and run "
-            "`actorsnap recover` there; `actorsnap rm` without --garbage deletes all"
-        )
-    for attempt in report.kept:
-        err.print(f"kept {quote(attempt)}: it is complete. {advice}")
-    return report
-
-
-@app.command()
-def recover(
-    path: PathArgument,
-    attempt: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Attempt to use, if several are complete.")
-    ] = None,
-    world_size: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            metavar="N",
-            help="Number of ranks that saved, if an older release did not record it.",
-        ),
-    ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Recover an attempt that may still be running.")
-    ] = False,
-    replace_damaged: Annotated[
-        bool, typer.Option("--replace-damaged", help="Replace a damaged commit object.")
-    ] = False,
-    as_json: JsonOption = False,
-    option: StorageOption = None,
-) -> None:
-    """Write a lost commit object again, after verifying all checksums. Exit code 1 if damaged."""
-    with errors(damaged=1):
-        call = recovery.RecoverCall(
-            attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
-        )
-        with progress("verifying") as update:
-            report = run(recovery.recover(make_source(path, option), call, progress=update))
-        if as_json:
-            output.print_json(msgspec.to_builtins(report))
-            return
-        step = "" if report.step is None else f", step {report.step}"
-        output.write_lines(
-            [
-                f"recovered {path}: {report.attempt}, world size {report.world_size}{step}",
-                f"{output.count_of(report.num_objects, 'data object', 'data objects')}, "
-                f"{output.size_text(report.nbytes)} compared with checksums",
-            ]
-        )
-
-
-@app.command()
 def trace(
     file: Annotated[list[str], typer.Argument(help="Files written by Options.trace.")],
     html: Annotated[
@@ -576,22 +364,6 @@ def _write_file(path: str, data: bytes) -> None:
         raise StorageError(op="write", key="", backend=path, detail=str(error.strerror)) from error
 
 
-def _what_to_delete(source: Source, path: str) -> str:
-    """Describes a snapshot to delete. Refuses folders that are not snapshots."""
-    try:
-        objects = output.DataObjects()
-        commit = run(reading.each_manifest(source, lambda _, manifest: objects.add(manifest)))
-    except ChecksumMismatch:
-        return f"the damaged snapshot {path}"
-    if commit.version == NOT_OURS:
-        raise UsageError(
-            f"{path} is not a snapshot: another program wrote it ({format_of(commit)}), and rm "
-            "deletes only snapshots"
-        )
-    size = output.size_text(objects.nbytes)
-    return f"the snapshot {path} ({size}, created {commit.created})"
-
-
 def _title(summary: tracefile.Summary) -> str:
     about = summary.about
     text = f"{about.op} {about.url} rank {about.rank}: {about.outcome} after {about.seconds:.3f} s"
@@ -629,5 +401,5 @@ def _wait_rows(summary: tracefile.Summary) -> Iterator[list[str]]:
         yield [wait.actor, what, f"{wait.seconds:.3f} s", f"{wait.at_s:.3f} s"]
 
 
-cli_copies.register(app)
-cli_roots.register(app)
+for _commands in (cli_copies, cli_damage, cli_deletion, cli_roots):
+    _commands.register(app)

@@ -33,6 +33,7 @@ from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import Location, make_location
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
+from actorsnap.storage.registry import canonical
 
 T = TypeVar("T")
 
@@ -139,6 +140,13 @@ def _is_of_output(error: OSError) -> bool:
 def recover_command(path: str) -> str:
     """Returns the command that writes a lost commit object again, for a message."""
     return f"`actorsnap recover {shlex.quote(output.one_line(path))}`"
+
+
+def require_folder(root: str) -> None:
+    """Raises ``NothingFound`` if a local root does not exist: its name may be misspelled."""
+    folder = canonical(root)
+    if folder.startswith("/") and not os.path.lexists(folder):
+        raise NothingFound(f"{root} does not exist: check the path")
 
 
 def print_error(text: str) -> None:

@@ -8,13 +8,12 @@ the newest generation that exists, as its manager does: intents, then a second l
 from __future__ import annotations
 
 import math
-import os
 import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, NoReturn
 
@@ -28,17 +27,13 @@ from actorsnap.cli_calls import (
     StorageOption,
     err,
     errors,
-    make_source,
     options,
     parse_storage_options,
-    print_error,
-    progress,
-    recover_command,
+    require_folder,
     run,
 )
 from actorsnap.cli_policies import parse_policies, parse_time
-from actorsnap.errors import FormatError, NotASnapshot, StorageError, UsageError, describe
-from actorsnap.format.manifest import Commit
+from actorsnap.errors import UsageError, describe
 from actorsnap.format.steps import StepName
 from actorsnap.manager import looking
 from actorsnap.manager.inbox import put_request
@@ -46,14 +41,11 @@ from actorsnap.manager.keeper import MAX_PASS_S, Keeper
 from actorsnap.manager.results import StepInfo
 from actorsnap.planning.keeping import KeepPolicy, StoredStep, kept_metrics
 from actorsnap.planning.marks import Pin
-from actorsnap.runtime import maintenance
-from actorsnap.runtime import verify as verification
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location
 from actorsnap.runtime.roots import Root
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource
 from actorsnap.storage.base import for_each
-from actorsnap.storage.registry import canonical
 
 _POLICY_HELP = (
     "Steps to keep. Repeatable. One of all, last:N, best:METRIC:min|max[:N], every:STEPS, "
@@ -357,89 +349,6 @@ def _parse_metric(text: str) -> tuple[str, float]:
     raise UsageError(f"{text!r} is not a metric: write val/loss=0.25")
 
 
-def verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None) -> None:
-    """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is no
-    snapshot, or one lacks only its commit object.
-    """
-    failed: dict[str, StorageError] = {}
-    found = run(maintenance.find_snapshots(make_source(root, option), failed=failed))
-    checked = [_check(root, name, commit, full, option) for name, commit in found.items()]
-    checked += [_unreadable(name, error) for name, error in sorted(failed.items())]
-    nothing = f"{root} has no committed snapshot"
-    if not checked:
-        _require_folder(root)
-        raise NothingFound(nothing)
-    if as_json:
-        output.print_json(
-            [
-                {"name": each.name, **each.checked, "state": each.state, "problems": each.problems}
-                for each in checked
-            ]
-        )
-    else:
-        output.print_columns([each.name, each.state, *each.details] for each in checked)
-    if any(each.state == "damaged" for each in checked):
-        raise typer.Exit(1)
-    if any(each.state in ("newer format", "not readable") for each in checked):
-        raise typer.Exit(4)
-    if not any(each.state == "ok" for each in checked):
-        print_error(nothing)  # the JSON is complete
-        raise typer.Exit(3)
-    if any(each.state == "complete" for each in checked):
-        raise typer.Exit(3)
-
-
-@dataclass(frozen=True, slots=True)
-class _Checked:
-    """The result of checking one snapshot."""
-
-    name: str
-    state: str
-    details: Sequence[str] = ()
-    problems: Sequence[str] = ()
-    checked: Mapping[str, Any] = field(default_factory=dict)
-
-
-def _check(
-    root: str, name: str, commit: Commit | FormatError | None, full: bool, option: list[str] | None
-) -> _Checked:
-    path = f"{root.rstrip('/')}/{name}"
-    source = make_source(path, option)
-    try:
-        if commit is None:
-            return _check_unfinished(name, path, run(maintenance.find_leftovers(source)))
-        with progress(f"verifying {name}") as update:
-            report = run(
-                verification.verify(source, level="full", progress=update)
-                if full
-                else verification.verify(source, level="quick")
-            )
-    except NotASnapshot:  # deleted meanwhile
-        return _Checked(name, "unfinished")
-    except FormatError as error:
-        return _Checked(name, output.state_of(error), [str(error)], [str(error)])
-    except StorageError as error:
-        return _unreadable(name, error)
-    checked = output.report_json(report)
-    problems = [str(problem) for problem in report.problems]
-    if problems:
-        more = [f"and {len(problems) - 1} more"] if len(problems) > 1 else []
-        return _Checked(name, "damaged", [problems[0], *more], problems, checked)
-    return _Checked(name, "ok", output.checked_text(report, full=full), checked=checked)
-
-
-def _check_unfinished(name: str, path: str, leftovers: Iterable[maintenance.Leftover]) -> _Checked:
-    """A complete attempt may be a snapshot that lost its commit object."""
-    if not any(leftover.is_complete for leftover in leftovers):
-        return _Checked(name, "unfinished")
-    why = f"only the commit object is missing; {recover_command(path)} writes it again"
-    return _Checked(name, "complete", [why], [why])
-
-
-def _unreadable(name: str, error: StorageError) -> _Checked:
-    return _Checked(name, output.state_of(error), [str(error)], [str(error)])
-
-
 # Judging
 
 
@@ -540,7 +449,7 @@ def _measure(root: Root, names: Sequence[StepName]) -> Script[dict[StepName, int
 
 @contextmanager
 def _opened(path: str, option: list[str] | None) -> Iterator[Root]:
-    _require_folder(path)
+    require_folder(path)
     root = Root(make_location(path, parse_storage_options(option)), options())
     try:
         yield root
@@ -557,13 +466,6 @@ def _require(infos: Iterable[object], root: str) -> None:
         raise NothingFound(
             f"{root} has no step that a manager saved; `actorsnap ls` lists other snapshots"
         )
-
-
-def _require_folder(root: str) -> None:
-    """Raises ``NothingFound`` if a local root does not exist: its name may be misspelled."""
-    folder = canonical(root)
-    if folder.startswith("/") and not os.path.lexists(folder):
-        raise NothingFound(f"{root} does not exist: check the path")
 
 
 def _require_metrics(infos: Sequence[StepInfo], policy: KeepPolicy) -> None:

@@ -18,7 +18,7 @@ import torch
 from msgspec.structs import replace as replace_field
 from typer.testing import CliRunner
 
-from actorsnap import AccessDenied, StateDict, UsageError, cli, cli_roots
+from actorsnap import AccessDenied, StateDict, UsageError, cli, cli_deletion, cli_roots
 from actorsnap.cli_policies import parse_policies
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit, encode_commit
 from actorsnap.format.steps import DeleteIntent, StepName, encode_record, intent_key
@@ -659,7 +659,7 @@ def test_rm_looks_for_pins_after_the_question(root: Path, monkeypatch: pytest.Mo
         assert run("pin", root, 0, "--reason", "paper").code == 0
         return True
 
-    monkeypatch.setattr(cli, "is_confirmed", confirm)
+    monkeypatch.setattr(cli_deletion, "is_confirmed", confirm)
     assert run("rm", root / name(0)).code == 5
     assert len(names(root)) == 4
 

@@ -1,0 +1,202 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that find and repair damage: ``verify`` and ``recover``."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any
+
+import msgspec
+import typer
+
+from actorsnap import cli_output as output
+from actorsnap.cli_calls import (
+    JsonOption,
+    NothingFound,
+    PathArgument,
+    StorageOption,
+    advising,
+    errors,
+    make_source,
+    print_error,
+    progress,
+    recover_command,
+    require_folder,
+    run,
+)
+from actorsnap.errors import FormatError, NotASnapshot, StorageError
+from actorsnap.format.manifest import Commit
+from actorsnap.runtime import maintenance
+from actorsnap.runtime import recover as recovery
+from actorsnap.runtime import verify as verification
+from actorsnap.runtime.verify import VerifyReport
+
+
+def register(app: typer.Typer) -> None:
+    for command in (verify, recover):
+        app.command()(command)
+
+
+def verify(
+    path: PathArgument,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full", help="Verify all checksums and values. Pickled leaves are not unpickled."
+        ),
+    ] = False,
+    all: Annotated[
+        bool, typer.Option("--all", help="Check each snapshot in the folder PATH, such as a run.")
+    ] = False,
+    as_json: JsonOption = False,
+    option: StorageOption = None,
+) -> None:
+    """Check that a snapshot is intact. Exit code 1 if it is damaged."""
+    with errors(damaged=1):
+        if all:
+            _verify_all(path, full=full, as_json=as_json, option=option)
+            return
+        source = make_source(path, option)
+        report: VerifyReport
+        with progress("verifying") as update:
+            level = "full" if full else "quick"
+            with advising(f"`actorsnap verify --all {shlex.quote(path)}` checks each of them"):
+                report = run(verification.verify(source, level=level, progress=update))
+        if as_json:
+            problems = [str(problem) for problem in report.problems]
+            state = "ok" if report.ok else "damaged"
+            output.print_json(
+                {"path": path, **output.report_json(report), "state": state, "problems": problems}
+            )
+            raise typer.Exit(0 if report.ok else 1)
+        if not report.ok:
+            output.print_columns([path, "damaged", str(problem)] for problem in report.problems)
+            raise typer.Exit(1)
+        output.write_lines([f"ok: {', '.join(output.checked_text(report, full=full))}"])
+
+
+def recover(
+    path: PathArgument,
+    attempt: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Attempt to use, if several are complete.")
+    ] = None,
+    world_size: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Number of ranks that saved, if an older release did not record it.",
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Recover an attempt that may still be running.")
+    ] = False,
+    replace_damaged: Annotated[
+        bool, typer.Option("--replace-damaged", help="Replace a damaged commit object.")
+    ] = False,
+    as_json: JsonOption = False,
+    option: StorageOption = None,
+) -> None:
+    """Write a lost commit object again, after verifying all checksums. Exit code 1 if damaged."""
+    with errors(damaged=1):
+        call = recovery.RecoverCall(
+            attempt=attempt, world_size=world_size, force=force, replace_damaged=replace_damaged
+        )
+        with progress("verifying") as update:
+            report = run(recovery.recover(make_source(path, option), call, progress=update))
+        if as_json:
+            output.print_json(msgspec.to_builtins(report))
+            return
+        step = "" if report.step is None else f", step {report.step}"
+        output.write_lines(
+            [
+                f"recovered {path}: {report.attempt}, world size {report.world_size}{step}",
+                f"{output.count_of(report.num_objects, 'data object', 'data objects')}, "
+                f"{output.size_text(report.nbytes)} compared with checksums",
+            ]
+        )
+
+
+def _verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None) -> None:
+    """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is no
+    snapshot, or one lacks only its commit object.
+    """
+    failed: dict[str, StorageError] = {}
+    found = run(maintenance.find_snapshots(make_source(root, option), failed=failed))
+    checked = [_check(root, name, commit, full, option) for name, commit in found.items()]
+    checked += [_unreadable(name, error) for name, error in sorted(failed.items())]
+    nothing = f"{root} has no committed snapshot"
+    if not checked:
+        require_folder(root)
+        raise NothingFound(nothing)
+    if as_json:
+        output.print_json(
+            [
+                {"name": each.name, **each.checked, "state": each.state, "problems": each.problems}
+                for each in checked
+            ]
+        )
+    else:
+        output.print_columns([each.name, each.state, *each.details] for each in checked)
+    if any(each.state == "damaged" for each in checked):
+        raise typer.Exit(1)
+    if any(each.state in ("newer format", "not readable") for each in checked):
+        raise typer.Exit(4)
+    if not any(each.state == "ok" for each in checked):
+        print_error(nothing)  # the JSON is complete
+        raise typer.Exit(3)
+    if any(each.state == "complete" for each in checked):
+        raise typer.Exit(3)
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """The result of checking one snapshot."""
+
+    name: str
+    state: str
+    details: Sequence[str] = ()
+    problems: Sequence[str] = ()
+    checked: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _check(
+    root: str, name: str, commit: Commit | FormatError | None, full: bool, option: list[str] | None
+) -> _Checked:
+    path = f"{root.rstrip('/')}/{name}"
+    source = make_source(path, option)
+    try:
+        if commit is None:
+            return _check_unfinished(name, path, run(maintenance.find_leftovers(source)))
+        with progress(f"verifying {name}") as update:
+            report = run(
+                verification.verify(source, level="full", progress=update)
+                if full
+                else verification.verify(source, level="quick")
+            )
+    except NotASnapshot:  # deleted meanwhile
+        return _Checked(name, "unfinished")
+    except FormatError as error:
+        return _Checked(name, output.state_of(error), [str(error)], [str(error)])
+    except StorageError as error:
+        return _unreadable(name, error)
+    checked = output.report_json(report)
+    problems = [str(problem) for problem in report.problems]
+    if problems:
+        more = [f"and {len(problems) - 1} more"] if len(problems) > 1 else []
+        return _Checked(name, "damaged", [problems[0], *more], problems, checked)
+    return _Checked(name, "ok", output.checked_text(report, full=full), checked=checked)
+
+
+def _check_unfinished(name: str, path: str, leftovers: Iterable[maintenance.Leftover]) -> _Checked:
+    """A complete attempt may be a snapshot that lost its commit object."""
+    if not any(leftover.is_complete for leftover in leftovers):
+        return _Checked(name, "unfinished")
+    why = f"only the commit object is missing; {recover_command(path)} writes it again"
+    return _Checked(name, "complete", [why], [why])
+
+
+def _unreadable(name: str, error: StorageError) -> _Checked:
+    return _Checked(name, output.state_of(error), [str(error)], [str(error)])

@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command that deletes snapshots and garbage: ``rm``."""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.markup import escape as quote
+
+from actorsnap import cli_output as output
+from actorsnap.actors.formats import NOT_OURS, format_of
+from actorsnap.cli_calls import (
+    JsonOption,
+    NotConfirmed,
+    Pinned,
+    StorageOption,
+    advising,
+    err,
+    errors,
+    is_confirmed,
+    make_source,
+    recover_command,
+    run,
+)
+from actorsnap.errors import ActorSnapError, ChecksumMismatch, UsageError
+from actorsnap.runtime import maintenance, reading
+from actorsnap.runtime.roots import find_pins
+from actorsnap.runtime.source import Source
+
+
+def register(app: typer.Typer) -> None:
+    app.command()(rm)
+
+
+def rm(
+    paths: Annotated[
+        list[str], typer.Argument(help="Paths or URLs of snapshots.", metavar="PATH...")
+    ],
+    garbage: Annotated[
+        bool,
+        typer.Option(
+            "--garbage",
+            help="Delete only leftovers of unfinished attempts. If there is no commit object, "
+            "complete attempts are deleted only after you confirm, or with --yes.",
+        ),
+    ] = False,
+    force: Annotated[
+        bool,
+        typer.Option(
+            "--force",
+            help="Delete pinned steps, too. With --garbage: include attempts that may be running.",
+        ),
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")] = False,
+    as_json: JsonOption = False,
+    option: StorageOption = None,
+) -> None:
+    """Delete snapshots, or only the garbage at their paths. Exit code 5 if not done."""
+    with errors():
+        sources = {path: make_source(path, option) for path in paths}
+        if garbage:
+            collected = {
+                path: _collect(source, path, force=force, yes=yes, as_json=as_json)
+                for path, source in sources.items()
+            }
+            if as_json:
+                output.print_json(
+                    [
+                        {"path": path, **msgspec.to_builtins(found)}
+                        for path, found in collected.items()
+                    ]
+                )
+            if any(found.kept or found.left for found in collected.values()):
+                raise typer.Exit(5)
+            return
+        try:
+            if not force:
+                for path, source in sources.items():
+                    _refuse_pinned(source, path)
+            what = [_what_to_delete(source, path) for path, source in sources.items()]
+        except (ActorSnapError, Pinned) as error:
+            if len(sources) > 1:
+                error.add_note("nothing was deleted")
+            raise
+        if not yes:
+            question = f"Delete {what[0]}?"
+            if len(what) > 1:
+                for each in what:
+                    err.print(quote(output.one_line(each)))
+                question = f"Delete these {len(what)}?"
+            if not is_confirmed(question):
+                raise NotConfirmed(
+                    "not confirmed, so nothing was deleted; --yes skips the question"
+                )
+        for path, source in sources.items():
+            if not force:
+                _refuse_pinned(source, path)  # since the question
+            run(maintenance.delete(source))
+            if not as_json:
+                output.write_lines([f"deleted {path}"])
+                sys.stdout.flush()
+        if as_json:
+            output.print_json({"deleted": list(sources)})
+
+
+def _refuse_pinned(source: Source, path: str) -> None:
+    """Raises ``Pinned`` if a pin protects the step now."""
+    pins = run(find_pins(source))
+    if pins:
+        raise Pinned(f"{path} is {', '.join(map(str, pins))}, and stays; unpin it, or use --force")
+
+
+def _collect(
+    source: Source, path: str, *, force: bool, yes: bool, as_json: bool
+) -> maintenance.Collected:
+    leftovers = run(maintenance.find_leftovers(source))
+    for leftover in leftovers:
+        state = "complete" if leftover.is_complete else "incomplete"
+        age = output.age_text(time.time() - leftover.created_s)
+        err.print(f"{leftover.attempt}  {output.size_text(leftover.nbytes)}, {age} old, {state}")
+    complete = [each.attempt for each in leftovers if each.is_complete]
+    doomed = [each for each in leftovers if each.is_complete and (each.is_garbage or force)]
+    may_delete = yes
+    if doomed and not yes and sys.stdin.isatty():
+        what = output.count_of(len(doomed), "attempt is", "attempts are")
+        err.print(f"{what} complete: {quote(recover_command(path))} makes a snapshot of one again.")
+        may_delete = is_confirmed("Delete what is complete, too?")
+    deletable = complete if may_delete else []
+    report = run(maintenance.collect(source, force=force, deletable=deletable))
+    if not report.deleted and not report.kept and not report.left:
+        with advising("rm --garbage takes the snapshots' paths, one or several"):
+            run(reading.load_commit(source))  # raises if empty
+    objects = output.count_of(len(report.deleted), "object", "objects")
+    if not as_json:
+        output.write_lines([f"deleted {objects} of unfinished attempts"])
+    for attempt in report.left:
+        err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
+    advice = f"{quote(recover_command(path))} makes a snapshot of it again; --yes deletes it"
+    if report.is_damaged:
+        advice = (
+            "The snapshot here is damaged. Move the attempt's folder to another path and run "
+            "`actorsnap recover` there; `actorsnap rm` without --garbage deletes all"
+        )
+    for attempt in report.kept:
+        err.print(f"kept {quote(attempt)}: it is complete. {advice}")
+    return report
+
+
+def _what_to_delete(source: Source, path: str) -> str:
+    """Describes a snapshot to delete. Refuses folders that are not snapshots."""
+    try:
+        objects = output.DataObjects()
+        commit = run(reading.each_manifest(source, lambda _, manifest: objects.add(manifest)))
+    except ChecksumMismatch:
+        return f"the damaged snapshot {path}"
+    if commit.version == NOT_OURS:
+        raise UsageError(
+            f"{path} is not a snapshot: another program wrote it ({format_of(commit)}), and rm "
+            "deletes only snapshots"
+        )
+    size = output.size_text(objects.nbytes)
+    return f"the snapshot {path} ({size}, created {commit.created})"
