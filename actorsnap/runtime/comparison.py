@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
-import msgspec
 import torch
 
 from actorsnap.errors import did_you_mean, named_ranks
@@ -25,14 +23,17 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.options import Options
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, Wants
-from actorsnap.planning.renaming import renamed
 from actorsnap.planning.shared_reads import ReadInterest
 from actorsnap.protocol.restore import Comparison
 from actorsnap.runtime.location import AppState
-from actorsnap.state.capture import optimizers_in
+from actorsnap.runtime.optimizer_comparison import (
+    other_optimizers,
+    parameters_of,
+    unprimed_optimizer,
+    with_numbered_states,
+)
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
 from actorsnap.state.objects import Refused, decode_inline
-from actorsnap.state.optim import ModelState, class_names, takes_state_of
 from actorsnap.state.records import Rebuild
 from actorsnap.state.restore.aliasing import find_conflicts
 from actorsnap.state.restore.build import KeyRestore, prepare
@@ -46,7 +47,7 @@ from actorsnap.state.stateful import (
     loads_dicts_only,
     matching_of,
 )
-from actorsnap.state.tree import DICT_TYPES, escape, join, unescape
+from actorsnap.state.tree import DICT_TYPES, escape, join
 
 
 @dataclass(slots=True)
@@ -152,7 +153,7 @@ def compare(
     Raises:
         UsageError, FormatError, MemoryError: See ``prepare``.
     """
-    index = _with_numbered_states(index, app_state)
+    index = with_numbered_states(index, app_state)
     comparer = _Comparer(index, app_state, states, rank, options, casts)
     for key in states:
         comparer.compare(key)
@@ -175,9 +176,9 @@ class _Comparer:
         self._private: dict[str, list[str]] = {}
         for path in index.held_by_other_ranks:
             self._private.setdefault(path.partition("/")[0], []).append(path)
-        self._changed = _other_forms(app_state, index, states)
-        if not options.allow_optimizer_change:
-            self._changed |= _changed_optimizers(app_state, index)
+        self._changed = other_optimizers(
+            app_state, index, states, allow_change=options.allow_optimizer_change
+        )
         self.compared = Compared(
             keys=tuple(self._entries),
             without_optim=[key for key in states if join(key, "optim") in self._changed],
@@ -211,7 +212,7 @@ class _Comparer:
             return
         if key in compared.without_optim:
             compared.mismatched.append(self._changed[join(key, "optim")])
-        if unprimed := _unprimed(key, stateful, self._entries[key], self._states[key]):
+        if unprimed := unprimed_optimizer(key, stateful, self._entries[key], self._states[key]):
             compared.mismatched += unprimed
             return
         part = self._prepare(key)
@@ -371,141 +372,6 @@ def _explain_prefix(root: str, part: KeyRestore) -> str:
     return ""
 
 
-def _with_numbered_states(index: Index, app_state: AppState) -> Index:
-    """Returns an index in which the states of optimizers are numbered, as an optimizer does itself.
-
-    ``torch.distributed.checkpoint.state_dict`` names them by parameter, in the order of the lists
-    ``params``.
-    """
-    keys = {escape(key) for key, s in app_state.items() if matching_of(s) is Matching.GROUPS}
-    numbers: dict[str, dict[str, int]] = {key: {} for key in keys}
-    entries: list[AnyEntry] = []
-    for entry in index.entries:
-        key, _, rest = entry.path.partition("/")
-        at = _PARAMS.fullmatch(rest) if key in keys and isinstance(entry, ValueEntry) else None
-        if at is not None and isinstance(entry, ValueEntry):
-            names = [entry.value] if at[1] else entry.value
-            if not isinstance(names, list) or not all([type(name) is str for name in names]):
-                return index
-            known = numbers[key]
-            found = [known.setdefault(escape(name), len(known)) for name in names]
-            entry = msgspec.structs.replace(entry, value=found[0] if at[1] else found)
-        entries.append(entry)
-    if not any(numbers.values()):
-        return index
-
-    def renumbered(path: str) -> str:
-        key, *names = path.split("/", 3)
-        if key in keys and len(names) > 1 and names[0] == "state" and names[1] in numbers[key]:
-            names[1] = str(numbers[key][names[1]])
-        return "/".join([key, *names])
-
-    return renamed(msgspec.structs.replace(index, entries=tuple(entries)), renumbered)
-
-
-_PARAMS = re.compile("param_groups/[0-9]+/params(/[0-9]+)?")
-
-
-def _changed_optimizers(app_state: AppState, index: Index) -> dict[str, str]:
-    return {
-        path: f"{path}: saved from {saved}, the app state has {class_names(optimizers)}; "
-        "to restore it anyway, pass options=Options(allow_optimizer_change=True) to "
-        "Snapshot(path) or CheckpointManager"
-        for path, optimizers in optimizers_in(app_state).items()
-        if (saved := index.optimizers.get(path)) and not takes_state_of(optimizers, saved)
-    }
-
-
-def _other_forms(app_state: AppState, index: Index, states: Mapping[str, Any]) -> dict[str, str]:
-    """Returns a line per ``ModelState`` whose optimizers were saved in a form that does not fit.
-
-    The leaves of another form have other names, so nothing tells how they are distributed. And
-    torch loads other parameter groups without an error, but mixes or loses their hyperparameters.
-    """
-    lines: dict[str, str] = {}
-    for key, stateful in app_state.items():
-        if not isinstance(stateful, ModelState):
-            continue
-        path = join(key, "optim")
-        entries = [e for e in index.entries if e.path.startswith(f"{path}/")]
-        optim = states[key].get("optim")
-        if entries and optim is not None:
-            why = _difference_of_forms(path, entries, stateful, optim)
-            if why is not None:
-                lines[path] = f"{path}: {why}"
-    return lines
-
-
-def _difference_of_forms(
-    path: str, entries: Sequence[AnyEntry], state: ModelState, optim: Mapping[str, Any]
-) -> str | None:
-    """``optim``: of ``state``."""
-    parameters = [each for optimizer in state.optimizers for each in _parameters(optimizer)]
-    is_spread = any(map(is_distributed, parameters))
-    groups, states = f"{path}/param_groups/", f"{path}/state/"
-    names = [entry.path for entry in entries]
-    was_flat = not any(name.startswith((groups, states)) for name in names)
-    owners = {name[len(states) :].partition("/")[0] for name in names if name.startswith(states)}
-    if owners and all(owner.isdecimal() for owner in owners):
-        if not is_spread and state.flatten:
-            return None  # torch finds their names
-        return (
-            "saved from a plain optimizer, whose parameters are numbered; restore it into the "
-            "optimizer itself, after prime_optimizer(optimizer)"
-        )
-    if is_spread and was_flat is not state.flatten:
-        return (
-            f"saved with flatten={was_flat}, and the app state has distributed parameters and "
-            f"flatten={state.flatten}; restore into ModelState(model, optimizers, "
-            f"flatten={was_flat})"
-        )
-    if was_flat or state.flatten:
-        return None
-    saved: dict[str, set[str]] = {}
-    for entry in entries:
-        if entry.path.startswith(groups):
-            group, _, rest = entry.path[len(groups) :].partition("/")
-            names_in = saved.setdefault(group, set())
-            if rest.startswith("params") and isinstance(entry, ValueEntry):
-                value = entry.value
-                names_in.update(map(str, value if isinstance(value, list) else [value]))
-    held = [set(map(str, group["params"])) for group in optim["param_groups"]]
-    # Long lists have not been read yet.
-    is_known = all(saved.values())
-    if not saved or (
-        len(saved) == len(held)
-        and not (is_known and sorted(map(sorted, saved.values())) != sorted(map(sorted, held)))
-    ):
-        return None
-    return (
-        "the parameter groups in the snapshot and in the app state have other parameters "
-        f"({len(saved)} and {len(held)} groups); make the same groups. A state that is saved with "
-        "flatten=True fits any groups"
-    )
-
-
-def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-
-
-def _unprimed(key: str, stateful: Stateful, entries: Sequence[AnyEntry], state: Any) -> list[str]:
-    """Returns a line if an optimizer of distributed parameters has no state yet."""
-    if not isinstance(stateful, torch.optim.Optimizer):
-        return []
-    if not any(map(is_distributed, _parameters(stateful))):
-        return []
-    prefix = f"{escape(key)}/state/"
-    for entry in entries:
-        if isinstance(entry, TensorEntry | ShardedEntry | ViewEntry) and entry.shape:
-            number = entry.path.removeprefix(prefix).partition("/")[0]
-            if entry.path.startswith(prefix) and not state["state"].get(unescape(number)):
-                return [
-                    f"{escape(key)}: the optimizer has no state yet, and its parameters are "
-                    "distributed tensors; call prime_optimizer(optimizer) first"
-                ]
-    return []
-
-
 def _what_is_no_dict(key: str, entries: Sequence[AnyEntry]) -> str | None:
     """Describes the saved state of ``key`` if it cannot be a dict."""
     root = escape(key)
@@ -531,7 +397,7 @@ def _stuck_on_meta(key: str, stateful: Stateful, part: KeyRestore) -> list[str]:
     if can_assign(stateful):
         return []
     if isinstance(stateful, torch.optim.Optimizer) and any(
-        parameter.is_meta for parameter in _parameters(stateful)
+        parameter.is_meta for parameter in parameters_of(stateful)
     ):
         return [
             f"{escape(key)}: its parameters are on the meta device, and its state would go "
