@@ -13,7 +13,6 @@ import os
 import pickle
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from io import BytesIO
-from itertools import chain
 from math import prod
 from typing import Any, TypeVar, overload
 
@@ -41,7 +40,7 @@ from actorsnap.interop.torch_archives import (
     not_plain,
 )
 from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry
-from actorsnap.planning.renaming import Rename, check_used, function_of, paths_of, renamed
+from actorsnap.planning.renaming import Rename, function_of
 from actorsnap.planning.shards import Shard, Shards
 from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.exporting import (
@@ -309,29 +308,18 @@ async def _state(opened: OpenSource, call: _Call, *, keeps_shards: bool) -> tupl
     Raises:
         UsageError: The key is missing, or a leaf is not a plain value.
     """
-    change = (lambda path: path) if call.rename is None else function_of(call.rename)
-    seen: set[str] = set()
 
-    def names(path: str) -> bool:
-        if call.rename is not None:
-            seen.add(path)
-        new = change(path.partition("@")[0])
-        return bool(new) and call.key in (None, _key_of(str(new)))
+    def is_below_key(path: str) -> bool:
+        return call.key in (None, _key_of(path))
 
     entries: list[AnyEntry] = []
     maker = _Stubs(keeps_shards=keeps_shards)
-    indexes = await readable(opened, names)
-    if call.rename is not None:
-        check_used(call.rename, chain(seen, *[paths_of(index) for index, _ in indexes]))
-    for index, paths in indexes:
-        if call.rename is not None:
-            paths = paths and frozenset([new for path in paths if (new := change(path))])
-            index = renamed(index, call.rename)
+    for index, paths in await readable(opened, call.rename, is_below_key):
         found = [
             entry
             for entry in index.entries
             if (paths is None or entry.path in paths)
-            and call.key in (None, _key_of(entry.path))
+            and is_below_key(entry.path)
             and not isinstance(entry, Elsewhere)
         ]
         known = {entry.path for entry in entries}

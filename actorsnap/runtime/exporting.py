@@ -14,6 +14,7 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -38,6 +39,7 @@ from actorsnap.log import Log
 from actorsnap.options import chunk_within
 from actorsnap.planning.assembly import Assembly, Fragment, Origin, Write
 from actorsnap.planning.index import Index, ShardedEntry, Wants, ancestors
+from actorsnap.planning.renaming import Rename, check_used, function_of, paths_of, renamed
 from actorsnap.planning.restore import BoxPlan, BoxRead, only_run, plan_boxes
 from actorsnap.planning.shards import Shard, Shards, TensorCut
 from actorsnap.planning.transfers import FIRST_AT_ONCE
@@ -640,20 +642,45 @@ def body_of(
 
 
 async def readable(
-    opened: OpenSource, names: Callable[[str], bool]
+    opened: OpenSource, rename: Rename | None, names: Callable[[str], bool]
 ) -> list[tuple[Index, frozenset[str] | None]]:
     """Returns rank 0's view, and those of other ranks that alone have some of the leaves.
 
     Args:
-        names: Whether a leaf is wanted, by its path.
+        names: Whether a leaf is wanted, by its path after ``rename``.
 
     Returns:
-        Indexes, and the paths to take of them; None: all.
+        Indexes after ``rename``, and the paths to take of them; None: all.
 
     Raises:
-        UsageError: Several ranks have different leaves under one path, and rank 0 has none.
+        UsageError: Several ranks have different leaves under one path, and rank 0 has none. Or
+            ``rename`` does not fit the paths.
     """
+    change = (lambda path: path) if rename is None else function_of(rename)
+    seen: set[str] = set()
 
+    def wants(path: str) -> bool:
+        if rename is not None:
+            seen.add(path)
+        new = change(path.partition("@")[0])
+        return bool(new) and names(str(new))
+
+    indexes = await _views(opened, wants)
+    if rename is None:
+        return indexes
+    check_used(rename, chain(seen, *[paths_of(index) for index, _ in indexes]))
+    return [
+        (
+            renamed(index, rename),
+            paths and frozenset([new for path in paths if (new := change(path))]),
+        )
+        for index, paths in indexes
+    ]
+
+
+async def _views(
+    opened: OpenSource, names: Callable[[str], bool]
+) -> list[tuple[Index, frozenset[str] | None]]:
     async def view(rank: int, wants: Wants) -> Index:
         begun = await opened.source.begin_index(opened, rank, num_ranks=1)
         if isinstance(begun, Index):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from itertools import chain
 from typing import Any
 
 import msgspec
@@ -28,7 +27,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.assembly import Origin
 from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry
-from actorsnap.planning.renaming import Rename, check_used, function_of, paths_of, renamed
+from actorsnap.planning.renaming import Rename, function_of
 from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.exporting import (
     Body,
@@ -43,7 +42,7 @@ from actorsnap.runtime.exporting import (
 )
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag
-from actorsnap.runtime.source import OpenSource, Source, begins_anew
+from actorsnap.runtime.source import Source, begins_anew
 from actorsnap.state.restore.build import resolve
 from actorsnap.state.tree import human, parent_of
 from actorsnap.storage.base import Storage
@@ -112,7 +111,9 @@ def export_hf(
         async with opened_for_export(host, source, to) as (opened, target):
 
             async def perform() -> ExportReport:
-                indexes = await _indexes(opened, call)
+                indexes = await readable(
+                    opened, call.rename, lambda path: _name(path, call.key) is not None
+                )
                 exporter = Exporter(opened, target)
                 exporters[:] = [exporter]
                 plan = await _plan(exporter, call, indexes)
@@ -169,32 +170,6 @@ async def _older(target: Storage) -> list[str]:
     """Returns files of another export; the index first, without which shards are nothing."""
     found = [info.key async for info in target.list("model")]
     return sorted([key for key in found if key == INDEX or _OURS.fullmatch(key)], reverse=True)
-
-
-async def _indexes(
-    opened: OpenSource, call: ExportCall
-) -> list[tuple[Index, frozenset[str] | None]]:
-    """Returns ``readable`` with the names after ``rename``."""
-    change = (lambda path: path) if call.rename is None else function_of(call.rename)
-    seen: set[str] = set()
-
-    def names(path: str) -> bool:
-        if call.rename is not None:
-            seen.add(path)
-        new = change(path.partition("@")[0])
-        return bool(new) and _name(str(new), call.key) is not None
-
-    indexes = await readable(opened, names)
-    if call.rename is None:
-        return indexes
-    check_used(call.rename, chain(seen, *[paths_of(index) for index, _ in indexes]))
-    return [
-        (
-            renamed(index, call.rename),
-            None if paths is None else frozenset([new for path in paths if (new := change(path))]),
-        )
-        for index, paths in indexes
-    ]
 
 
 async def _plan(
