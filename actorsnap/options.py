@@ -17,6 +17,7 @@ import msgspec
 
 from actorsnap.errors import UsageError, did_you_mean
 from actorsnap.format.compression import Codec
+from actorsnap.tracebacks import short_traceback
 
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB
@@ -47,7 +48,10 @@ class _CheckedMeta(msgspec.StructMeta):
 
     if not TYPE_CHECKING:  # type checkers take the signature from the fields
 
+        @short_traceback
         def __call__(cls, *args, **kwargs):
+            if args:
+                raise TypeError(f"name the fields: {cls.__name__}(name=value)") from None
             names = cls.__struct_fields__
             for name in kwargs:
                 if name not in names:
@@ -207,11 +211,11 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
             raise UsageError(f"Options.trace must be the path of a file, not {self.trace!r}")
         try:
             self.trace.format_map(_TRACE_FIELDS)
-        except (ValueError, LookupError, AttributeError) as error:
+        except (ValueError, LookupError, AttributeError):
             fields = ", ".join(f"{{{name}}}" for name in _TRACE_FIELDS)
             raise UsageError(
                 f"Options.trace={self.trace!r}: only {fields} are filled in; double a literal brace"
-            ) from error
+            ) from None
 
     def _check_seconds(self, name: str, above: float) -> None:
         value = getattr(self, name)
@@ -242,6 +246,7 @@ def _types_by_variable() -> Mapping[str, Any]:
     return {field.name.upper(): field.type for field in msgspec.structs.fields(Options)}
 
 
+@short_traceback
 def from_env(environ: Mapping[str, str] | None = None) -> Options:
     """Returns the options that ``ACTORSNAP_<NAME>`` variables set.
 
@@ -284,4 +289,4 @@ def _convert(variable: str, text: str, to: Any) -> Any:
         return msgspec.convert(text, to, strict=False)
     except msgspec.ValidationError as error:
         why = "write true, false, 1 or 0" if to is bool else error
-        raise UsageError(f"{variable}={text!r}: {why}") from error
+        raise UsageError(f"{variable}={text!r}: {why}") from None

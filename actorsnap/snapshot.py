@@ -37,8 +37,8 @@ from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import async_call, run_async, watch_async
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.taking import Guard
-from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.runtime.verify import VerifyReport
+from actorsnap.tracebacks import short_traceback
 
 
 @async_call
@@ -902,6 +902,7 @@ class PendingHandle:
         """The path or URL, without secrets."""
         return self._save.url
 
+    @short_traceback
     def guard(self, *optimizers: Any) -> Guard:
         """Makes each optimizer's next step wait until the tensors that it changes are copied.
 
@@ -933,6 +934,7 @@ class PendingHandle:
         """
         return self._save.is_done()
 
+    @short_traceback
     def cancel(self) -> None:
         """Requests an abort and returns at once.
 

@@ -29,10 +29,12 @@ from actorsnap.runtime.script import (
     watch_sync,
 )
 from actorsnap.snapshot import PendingHandle, SnapshotHandle, source_of
+from actorsnap.tracebacks import short_traceback
 
 __all__ = ["PendingSnapshot", "Snapshot", "allow_in_running_loop", "warm_up"]
 
 
+@short_traceback
 def warm_up(nbytes: int, *, options: Options | None = None) -> None:
     """Prepares this rank for asynchronous saves of ``nbytes``, so that the first one is not slower.
 

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from actorsnap import sync
 from actorsnap.errors import NotASnapshot, UsageError
 from actorsnap.options import Options
-from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.state.stateful import RNGState, Stateful
+from actorsnap.tracebacks import short_traceback
 
 try:
     import accelerate

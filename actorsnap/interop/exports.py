@@ -58,7 +58,6 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag, make_location
 from actorsnap.runtime.script import run_async, run_sync
 from actorsnap.runtime.source import OpenSource, Source, begins_anew
-from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.snapshot import Snapshot, SnapshotHandle
 from actorsnap.state import objects
 from actorsnap.state.restore.build import prepare
@@ -67,6 +66,7 @@ from actorsnap.state.sources import HostMemory
 from actorsnap.state.tree import escape
 from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.registry import folder_and_name
+from actorsnap.tracebacks import short_traceback, shorten
 
 T = TypeVar("T")
 
@@ -253,6 +253,8 @@ def _run(
     progress: bool,
     keeps_shards: bool = False,
 ) -> ExportReport | Awaitable[ExportReport]:
+    if not isinstance(snapshot, SnapshotHandle):
+        raise UsageError(f"snapshot must be a Snapshot, not a {type(snapshot).__name__}")
     call.check()
     check_flag("progress", progress)
     exporters: list[Exporter] = []
@@ -292,7 +294,15 @@ def _run(
     whole = shown(script(source), amounts, source.location.display_url, is_on=progress)
     if isinstance(snapshot, sync.Snapshot):
         return run_sync(whole, name=name)
-    return run_async(whole)
+
+    async def awaited() -> ExportReport:
+        try:
+            return await run_async(whole)
+        except Exception as error:
+            shorten(error)
+            raise  # without this frame
+
+    return awaited()
 
 
 class ShardedStub(msgspec.Struct, frozen=True, eq=False):

@@ -18,7 +18,7 @@ from actorsnap import sync
 from actorsnap.interop import checkpoints
 from actorsnap.interop.checkpoints import Checkpoints
 from actorsnap.options import Options
-from actorsnap.runtime.tracebacks import short_traceback
+from actorsnap.tracebacks import short_traceback
 
 __all__ = ["ActorsnapSaver"]
 
@@ -67,6 +67,7 @@ class ActorsnapSaver:
         """The latest save, until its commit has been awaited."""
         return self._checkpoints.pending
 
+    @short_traceback
     def __call__(
         self,
         checkpoint: Mapping[str, Any],
@@ -117,6 +118,7 @@ class ActorsnapSaver:
             return alone
         return checkpoint
 
+    @short_traceback
     def latest(self) -> str | None:
         """Returns the name of the newest checkpoint that can be loaded, or None if there is none.
 
@@ -140,6 +142,7 @@ class ActorsnapSaver:
     def __enter__(self) -> Self:
         return self
 
+    @short_traceback
     def __exit__(
         self,
         kind: type[BaseException] | None,

@@ -25,7 +25,7 @@ from actorsnap import sync
 from actorsnap.errors import UsageError
 from actorsnap.interop.checkpoints import Checkpoints, latest, read_checkpoint
 from actorsnap.options import Options
-from actorsnap.runtime.tracebacks import short_traceback
+from actorsnap.tracebacks import short_traceback
 
 __all__ = ["ActorsnapCheckpointIO", "latest", "load_from_checkpoint"]
 
@@ -61,6 +61,7 @@ class ActorsnapCheckpointIO:
         """The latest save, until its commit has been awaited."""
         return self._checkpoints.pending
 
+    @short_traceback
     def save_checkpoint(
         self,
         checkpoint: dict[str, Any],
@@ -82,6 +83,7 @@ class ActorsnapCheckpointIO:
         if os.path.basename(os.fspath(path)).startswith(_REQUEUED):
             self.wait()
 
+    @short_traceback
     def load_checkpoint(
         self,
         path: str | os.PathLike[str],
@@ -109,10 +111,12 @@ class ActorsnapCheckpointIO:
             )
         return self._checkpoints.load(path)
 
+    @short_traceback
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint once the save in flight is committed, without raising its error."""
         self._checkpoints.remove(path)
 
+    @short_traceback
     def wait(self) -> None:
         """Waits until the latest save is committed. Deletes the checkpoints that it replaces.
 
@@ -121,6 +125,7 @@ class ActorsnapCheckpointIO:
         """
         self._checkpoints.wait()
 
+    @short_traceback
     def teardown(self) -> None:
         """Called by Lightning at the end. Calls ``wait``."""
         self.wait()

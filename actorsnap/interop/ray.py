@@ -16,7 +16,7 @@ from actorsnap import sync
 from actorsnap.errors import UsageError
 from actorsnap.options import Options
 from actorsnap.runtime.location import AppState
-from actorsnap.runtime.tracebacks import short_traceback
+from actorsnap.tracebacks import short_traceback
 
 __all__ = ["ActorsnapReporter"]
 

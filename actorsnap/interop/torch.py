@@ -22,8 +22,8 @@ from actorsnap.interop.checkpoints import Held, read_whole
 from actorsnap.interop.formats.describing import DEFAULT_KEY
 from actorsnap.interop.formats.pickles import TorchMark, top_level
 from actorsnap.options import Options
-from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.state.process_group import Group
+from actorsnap.tracebacks import short_traceback
 
 __all__ = ["load", "save"]
 
@@ -223,7 +223,7 @@ def _usable(name: str | torch.device) -> torch.device:
         raise UsageError(
             f"map_location={str(name)!r} is not a device that this process can use ({why:.200}): "
             'pass another one, or map_location="cpu"'
-        ) from error
+        ) from None
     return device
 
 

@@ -21,9 +21,9 @@ from actorsnap.manager import SavePolicy, Watcher, every, keep, notices, sync
 from actorsnap.manager.results import check_training_step
 from actorsnap.runtime.location import AppState, check_flag
 from actorsnap.runtime.script import run_sync
-from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.state.optim import prime_optimizer
 from actorsnap.state.stateful import StateDict, Stateful
+from actorsnap.tracebacks import short_traceback
 
 __all__ = ["CheckpointManager", "prime_optimizer"]
 
@@ -51,6 +51,7 @@ class CheckpointManager:
         UsageError: An argument is invalid.
     """
 
+    @short_traceback
     def __init__(
         self,
         path: str,
@@ -105,6 +106,7 @@ class CheckpointManager:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._manager.path!r}, {self.save_interval})"
 
+    @short_traceback
     def should_save(self, step: int) -> bool:
         """Returns whether ``save`` and ``save_async`` save the step. No I/O."""
         step = check_training_step(step)
@@ -172,6 +174,7 @@ class CheckpointManager:
         self._manager.restore(step, _app_state(state_dict))
         self._seen = self._saved = step
 
+    @short_traceback
     def all_steps(self) -> list[int]:
         """Returns the saved steps, ascending. Each rank looks for itself.
 
@@ -190,6 +193,7 @@ class CheckpointManager:
         self._manager.wait()
         run_sync(self._body.finish_keeping(), name="CheckpointManager.join")
 
+    @short_traceback
     def reached_preemption(self, step: int) -> bool:
         """Returns whether to end: a preemption was noticed, and the step was saved if there was
         time.

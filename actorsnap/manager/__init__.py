@@ -34,7 +34,7 @@ from actorsnap.planning.marks import Pin
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.notices import Notice, Watcher, notices
 from actorsnap.runtime.script import async_call, follow_async, run_async
-from actorsnap.runtime.tracebacks import short_traceback
+from actorsnap.tracebacks import short_traceback
 
 if TYPE_CHECKING:
     from actorsnap.manager.body import ManagerBody
@@ -148,6 +148,7 @@ class ManagerHandle:
         return self._own_body.root.url
 
     @property
+    @short_traceback
     def should_stop(self) -> bool:
         """True once a notice has arrived and the loop should end. Only ``maybe_save`` changes it.
 
@@ -155,6 +156,7 @@ class ManagerHandle:
         """
         return self._body.asking.calls.should_stop
 
+    @short_traceback
     def request(self, reason: str = "request()") -> None:
         """Requests a save soon, on all ranks. The ranks agree on one of their next calls.
 
@@ -170,6 +172,7 @@ class ManagerHandle:
         """
         self._body.request(reason)
 
+    @short_traceback
     def status(self) -> Status:
         """Returns the state of the manager, as this rank knows it. Does no I/O."""
         return self._body.status()
@@ -218,6 +221,7 @@ class CheckpointManager(ManagerHandle):
         UsageError: An argument is invalid.
     """
 
+    @short_traceback
     def __enter__(self) -> NoReturn:
         raise UsageError(
             "write async with CheckpointManager(...), or use the CheckpointManager of "
@@ -227,10 +231,12 @@ class CheckpointManager(ManagerHandle):
     def __exit__(self, *error: object) -> None:
         """Python looks for it before ``__enter__`` is called."""
 
+    @async_call
     async def __aenter__(self) -> Self:
         self._body.asking.watch()
         return self
 
+    @async_call
     async def __aexit__(
         self,
         kind: type[BaseException] | None,

@@ -166,10 +166,10 @@ def _time_until(until: object) -> float:
         raise UsageError(f"until={until!r}: write timedelta(days=30), or a datetime to come")
     try:
         datetime.now(UTC) + until
-    except OverflowError as error:
+    except OverflowError:
         raise UsageError(
             f"until={until!r} is after the year 9999: a pin without until never expires"
-        ) from error
+        ) from None
     return until.total_seconds()
 
 
@@ -246,6 +246,6 @@ def _stored_metric(name: object, value: Any) -> float | str:
     """JSON has no NaN and infinities: they are stored as text."""
     try:
         number = metric_value(value)
-    except (TypeError, ValueError, UsageError) as error:
-        raise UsageError(f"metric {name!r} must be a number, not {value!r}") from error
+    except (TypeError, ValueError, UsageError):
+        raise UsageError(f"metric {name!r} must be a number, not {value!r}") from None
     return number if math.isfinite(number) else repr(number)

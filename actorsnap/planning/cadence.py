@@ -21,8 +21,9 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from actorsnap.errors import UsageError, name_methods
+from actorsnap.errors import UsageError
 from actorsnap.planning.keeping import check_count, checked_steps, metric_value
+from actorsnap.tracebacks import short_namespace
 
 
 class SavePolicy(ABC):
@@ -330,7 +331,7 @@ class Improvements:
             try:
                 value = metric_value(metrics[policy.metric])
             except TypeError as error:
-                raise UsageError(f"metric {policy.metric!r}: {error}") from error
+                raise UsageError(f"metric {policy.metric!r}: {error}") from None
             key = f"{policy.metric} ({policy.mode})"
             best = self.best.get(key)
             if policy.is_better(value, best) and math.isfinite(value):
@@ -411,6 +412,7 @@ _SAFETY = 1.5
 """Factor on the seconds of the last save."""
 
 
+@short_namespace
 class every:
     """Policies for saving, to be joined by ``|``: ``every.steps(500) | every.last()``."""
 
@@ -424,8 +426,3 @@ class every:
     notice = SaveNotice
     pace = SavePace
     overhead = SaveOverhead
-
-
-for _name, _policy in list(vars(every).items()):
-    if isinstance(_policy, type):
-        name_methods(_policy, f"every.{_name}")

@@ -26,8 +26,9 @@ from datetime import UTC, datetime, timedelta
 from itertools import accumulate
 from typing import Literal, SupportsIndex
 
-from actorsnap.errors import UsageError, name_methods
+from actorsnap.errors import UsageError
 from actorsnap.format.steps import StepName
+from actorsnap.tracebacks import short_namespace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -456,6 +457,7 @@ def _name_or_number(choice: object) -> StepName | int:
     return _integer(choice, "keep.custom: the function returned", "return the steps to keep")
 
 
+@short_namespace
 class keep:
     """Retention policies, to be joined by ``|``: ``keep.last(3) | keep.best("loss", "min")``."""
 
@@ -467,11 +469,6 @@ class keep:
     newer_than = KeepNewerThan
     at = KeepAt
     custom = KeepCustom
-
-
-for _name, _policy in list(vars(keep).items()):
-    if isinstance(_policy, type):
-        name_methods(_policy, f"keep.{_name}")
 
 
 def _times_of(steps: Sequence[StoredStep]) -> list[float]:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 
 from actorsnap.errors import UsageError, describe, did_you_mean
 from actorsnap.log import Log
+from actorsnap.tracebacks import short_namespace
 
 logger = Log(__name__)
 
@@ -381,6 +382,7 @@ def _checked(notice: Notice | None) -> Notice | None:
     return notice
 
 
+@short_namespace
 class notices:
     """Sources of notices: ``notices=[notices.signals("SIGTERM", grace_s=25), notices.aws()]``."""
 

@@ -33,8 +33,8 @@ from actorsnap.runtime.host import (
     interruptible,
     wait_done,
 )
-from actorsnap.runtime.tracebacks import short_traceback, shorten
 from actorsnap.storage.registry import without_secrets
+from actorsnap.tracebacks import short_traceback, shorten
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -445,6 +445,7 @@ def async_call(
     line = how_to_await(name)
     missed = _CALLS[name][1] if name in _CALLS else "nothing happened"
 
+    @short_traceback
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
         coroutine = cast("CoroutineType[Any, Any, T]", function(*args, **kwargs))
@@ -523,6 +524,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
             return f"<{self.__qualname__}()>"
         return f"<{self._name()}, which was not awaited: {self._missed}. {self._hint()}>"
 
+    @short_traceback
     def __getattr__(self, name: str) -> Any:
         if name.startswith("cr_"):  # for ``inspect`` and debuggers
             return getattr(self._coroutine, name)
@@ -531,17 +533,19 @@ class AsyncCall(Coroutine[Any, Any, T]):
         raise AttributeError(
             f"{self.__qualname__}() has to be awaited before its result has {name!r}. "
             f"{self._hint()}"
-        )
+        ) from None
 
+    @short_traceback
     def __getitem__(self, key: Any) -> NoReturn:
         raise TypeError(
             f"{self.__qualname__}() has to be awaited before its result is read. {self._hint()}"
-        )
+        ) from None
 
+    @short_traceback
     def __bool__(self) -> NoReturn:
         raise TypeError(
             f"{self.__qualname__}() has to be awaited before its result is tested. {self._hint()}"
-        )
+        ) from None
 
     def _name(self) -> str:
         frame = self._coroutine.cr_frame  # None after the end

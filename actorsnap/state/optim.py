@@ -11,8 +11,10 @@ import torch
 
 from actorsnap.errors import UsageError, describe, printable
 from actorsnap.state.devices import fork_generators
+from actorsnap.tracebacks import short_traceback
 
 
+@short_traceback
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """Creates the state that an optimizer lacks before its first step, for a restore to fill.
 
@@ -29,6 +31,8 @@ def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
         UsageError: The optimizer cannot be primed. Run one step instead.
     """
     kind = type(optimizer)
+    if not hasattr(optimizer, "param_groups"):
+        raise UsageError(f"prime_optimizer takes a torch.optim.Optimizer, not a {kind.__name__}")
     if "ZeroRedundancyOptimizer" in [base.__name__ for base in kind.__mro__]:
         raise UsageError(
             "a ZeroRedundancyOptimizer has no state of its own; prime its .optim, or run one step"
@@ -252,6 +256,7 @@ class ModelState:
             needs the same setting as the save.
     """
 
+    @short_traceback
     def __init__(
         self,
         model: torch.nn.Module,
@@ -259,8 +264,7 @@ class ModelState:
         *,
         flatten: bool = True,
     ) -> None:
-        if isinstance(optimizers, torch.optim.Optimizer):
-            optimizers = (optimizers,)
+        optimizers = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
         wrong = [o for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
         if not isinstance(model, torch.nn.Module) or wrong:
             raise UsageError("ModelState takes a torch.nn.Module, and torch.optim.Optimizers")
@@ -269,7 +273,7 @@ class ModelState:
                 "torch cannot name the state of LBFGS by parameters; save the optimizer itself"
             )
         self.model = model
-        self.optimizers = tuple(optimizers)
+        self.optimizers = optimizers
         self.flatten = flatten
 
     def state_dict(self) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from actorsnap.errors import UsageError, did_you_mean, printable
 from actorsnap.storage.base import Storage, StorageContext, StorageFactory
 from actorsnap.storage.posix import working_folder
+from actorsnap.tracebacks import short_traceback
 
 ENTRY_POINT_GROUP = "actorsnap.storage"
 
@@ -48,6 +49,7 @@ _registered: dict[str, StorageFactory] = {}
 _lock = threading.Lock()
 
 
+@short_traceback
 def register(scheme: str, factory: StorageFactory) -> None:
     """Makes ``scheme://`` URLs open with ``factory`` in this process. Idempotent."""
     if not _SCHEME.fullmatch(f"{scheme}://"):
@@ -69,6 +71,7 @@ def known_schemes() -> tuple[str, ...]:
         return tuple(sorted({*_BUILT_IN, *_registered, *names}))
 
 
+@short_traceback
 def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storage:
     """Opens the storage of a URL or a local path. No I/O except imports.
 

@@ -22,6 +22,7 @@ import torch
 from actorsnap.errors import UsageError
 from actorsnap.state.stateful import RNGState, Stateful
 from actorsnap.sync import Snapshot
+from actorsnap.tracebacks import short_traceback
 
 _MAX_NAMED: Final = 4
 """Differences that a message names."""
@@ -58,6 +59,7 @@ _ABSENT: Final = _Value("nothing", None)
 _Values: TypeAlias = dict[str, _Value]
 
 
+@short_traceback
 def check_resume(
     make_trainer: Callable[[], Resumable],
     *,
@@ -150,7 +152,7 @@ def _compare(
         f"the resumed trainer differs {when}, first at {paths[0]}:\n"
         + "\n".join(lines)
         + f"\n{_advice(paths, trainer)}"
-    )
+    ) from None
 
 
 def _difference(expected: _Value, found: _Value) -> str:

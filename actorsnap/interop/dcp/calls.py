@@ -60,6 +60,7 @@ from actorsnap.state.process_group import Group, is_initialized
 from actorsnap.state.restore.allocation import Allocation
 from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.sources import Captured
+from actorsnap.tracebacks import short_traceback, shorten
 
 _torch: Any = torch.distributed.checkpoint  # its stubs export little
 
@@ -72,6 +73,7 @@ _takes_storage_second: Callable[[FuncT], FuncT] = _torch.utils._api_bc_check
 
 
 @_takes_storage_second
+@short_traceback
 def save(
     state_dict: dict[str, Any],
     *,
@@ -118,6 +120,7 @@ def save(
 
 
 @_takes_storage_second
+@short_traceback
 def async_save(
     state_dict: dict[str, Any],
     *,
@@ -215,6 +218,7 @@ def begin_save(
 
 
 @_takes_storage_second
+@short_traceback
 def load(
     state_dict: dict[str, Any],
     *,
@@ -317,6 +321,7 @@ def _as_dcp(step: str, error: BaseException, *ranks: int) -> CheckpointException
     Args:
         ranks: That raise ``error``, if it does not name the rank that failed.
     """
+    shorten(error)
     stack = traceback.extract_tb(error.__traceback__)
     failed = getattr(error, "rank", None)
     failures = dict.fromkeys(ranks if failed is None else [failed], (error, stack))
@@ -446,6 +451,7 @@ class SavedMetadata(Metadata):
         self.storage_meta = storage_meta
         object.__setattr__(self, "_origin", (source, rank))
 
+    @short_traceback
     def __getattribute__(self, name: str) -> Any:
         if name in ("state_dict_metadata", "planner_data") and name not in vars(self):
             source, rank = vars(self)["_origin"]

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint._async_process_executor import (
 from actorsnap.errors import UsageError
 from actorsnap.interop.dcp.reader import ActorsnapReader
 from actorsnap.interop.dcp.writer import ActorsnapWriter, can_open
+from actorsnap.tracebacks import short_traceback
 
 _PACKAGE = "torch.distributed.checkpoint"
 
@@ -34,6 +35,7 @@ _replaced: list[tuple[Any, str, Any]] = []
 _lock = threading.Lock()
 
 
+@short_traceback
 def install(**defaults: Any) -> None:
     """Makes ``FileSystemWriter`` and ``FileSystemReader`` of torch write and read snapshots.
 

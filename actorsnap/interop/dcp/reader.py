@@ -39,6 +39,7 @@ from actorsnap.state.restore.aliasing import is_writable, mark_written
 from actorsnap.state.restore.build import KeyRestore, prepare
 from actorsnap.state.restore.reads import BoxReads, Reads
 from actorsnap.state.tensors import DTYPES, empty_tensor, slices_of
+from actorsnap.tracebacks import short_traceback
 
 logger = Log(__name__)
 
@@ -62,6 +63,7 @@ class ActorsnapReader(StorageReader):
         UsageError: An argument is invalid.
     """
 
+    @short_traceback
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -129,6 +131,7 @@ class ActorsnapReader(StorageReader):
         location = make_location(self.path, self.storage_options)
         return Source(location, resolve_options(self.options))
 
+    @short_traceback
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
@@ -141,6 +144,7 @@ class ActorsnapReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
+    @short_traceback
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Reads the plan's items into the planner's tensors.
 

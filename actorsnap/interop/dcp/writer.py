@@ -42,6 +42,7 @@ from actorsnap.state.process_group import Group, global_rank, is_initialized, su
 from actorsnap.state.sources import Captured
 from actorsnap.state.tree import join
 from actorsnap.storage.registry import find_opener
+from actorsnap.tracebacks import short_traceback
 
 MARKER = ".metadata"
 MARKER_TEXT = (
@@ -117,6 +118,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
         UsageError: An argument is invalid.
     """
 
+    @short_traceback
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -195,6 +197,7 @@ class ActorsnapWriter(ActorsnapStager, StorageWriter):
             for rank, plan in enumerate(plans)
         ]
 
+    @short_traceback
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Saves the plans of all ranks. Returns when the snapshot is committed.
 

@@ -21,8 +21,8 @@ from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.runtime.reading import each_manifest
 from actorsnap.runtime.script import run_sync
-from actorsnap.runtime.tracebacks import short_traceback
 from actorsnap.state.stateful import Stateful
+from actorsnap.tracebacks import short_traceback
 
 logger = Log(__name__)
 
@@ -141,6 +141,7 @@ class Snapshot:
             self._snapshot.restore(held, strict=strict, group=self.pg)
 
     @property
+    @short_traceback
     def metadata(self) -> Metadata:
         """``world_size``, ``version``, and ``manifest``: see ``get_manifest``. Read once."""
         return self._read_named().metadata
@@ -182,7 +183,7 @@ class Snapshot:
                 f'The supplied path "{path}" does not exist in the snapshot\'s manifest. '
                 "Please verify the available paths within the snapshot via "
                 "`snapshot.get_manifest()`."
-            )
+            ) from None
         budget = None if memory_budget_bytes is None else max(1 << 20, memory_budget_bytes)
         place = f"{rank}/{ours}"
         with _as_torchsnapshot():
@@ -315,7 +316,9 @@ def _our_glob(glob: str) -> str:
 def _check_app_state(app_state: Mapping[str, Any]) -> None:
     for key, stateful in app_state.items():
         if not isinstance(stateful, Stateful):
-            raise TypeError(f"Expected Stateful in app_state for key {key}, got {type(stateful)}.")
+            raise TypeError(
+                f"Expected Stateful in app_state for key {key}, got {type(stateful)}."
+            ) from None
 
 
 def _rank(pg: Any) -> int:

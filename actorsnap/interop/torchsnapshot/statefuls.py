@@ -47,7 +47,7 @@ def generator_held(app_state: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     copied = dict(app_state)
     keys = [key for key, stateful in copied.items() if isinstance(stateful, RNGState)]
     if len(keys) > 1:
-        raise RuntimeError(f"Multiple RNGState objects in app state: {keys}")
+        raise RuntimeError(f"Multiple RNGState objects in app state: {keys}") from None
     if not keys:
         yield copied
         return

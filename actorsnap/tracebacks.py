@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Makes tracebacks of public calls short: they end where the user's code called actorsnap.
+
+An error of actorsnap is complete in its message, fields, notes and causes: 25 frames of a runtime
+add nothing to it. Nor do they to:
+
+- a ``TypeError`` about arguments that a public call does not take
+- an ``OSError`` that is the cause of another error, and groups of errors
+- an error of another class that is raised ``from`` its cause, and so translates it. ``from None``
+  marks other errors that are raised on purpose.
+
+Errors of user code that actorsnap called (``load_state_dict``) keep the frames of that code, and so
+does Ctrl-C. All other errors and causes are bugs, and keep all frames.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
+
+from actorsnap.errors import ActorSnapError, name_methods
+from actorsnap.log import Log
+
+logger = Log(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_OURS = "actorsnap"
+_PLUMBING = ("anyio", "asyncio", "concurrent", "contextlib", "threading")
+"""Top-level modules whose frames are dropped between frames of ours."""
+
+
+def short_traceback(function: Callable[P, T], doc: str | None = None) -> Callable[P, T]:
+    """Returns the function with short tracebacks and, if given, another docstring."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except BaseException as error:  # of torch's CheckpointException, Exception is no base
+            is_misuse = isinstance(error, TypeError) and not _fit(function, args, kwargs)
+            shorten(error, is_misuse=is_misuse)
+            raise  # without this frame
+
+    call.__doc__ = doc or function.__doc__
+    return call
+
+
+def _fit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether the function has such parameters."""
+    try:
+        inspect.signature(function).bind(*args, **kwargs)
+    except TypeError:
+        return False
+    return True
+
+
+def short_namespace(kind: type[T]) -> type[T]:
+    """Shortens the tracebacks of the classes and static methods in a class that only holds them.
+
+    Python's TypeErrors name them as the user calls them: ``every.steps``.
+    """
+    for key, value in [*vars(kind).items()]:
+        name = f"{kind.__name__}.{key}"
+        if isinstance(value, type):
+            value.__init__ = short_traceback(value.__init__)  # type: ignore[misc]
+            name_methods(value, name)
+        elif isinstance(value, staticmethod):
+            value.__func__.__qualname__ = name
+            setattr(kind, key, staticmethod(short_traceback(value.__func__)))
+    return kind
+
+
+def shorten(error: BaseException, *, is_misuse: bool = False) -> None:
+    """Drops frames of actorsnap from the tracebacks of an error and of its causes.
+
+    The whole traceback is logged at DEBUG. Nothing else of the errors is changed.
+
+    Args:
+        is_misuse: The error is no bug, whatever its class.
+    """
+    if not is_misuse and not _is_no_bug(error, (ActorSnapError, KeyboardInterrupt)):
+        return
+    logger.debug("the whole traceback of the next error", exc_info=error)
+    seen: set[int] = set()
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        if each is error or _is_no_bug(each, (ActorSnapError, BaseExceptionGroup, OSError)):
+            each.__traceback__ = _without_ours(each.__traceback__)
+        left.append(each.__cause__ if each.__suppress_context__ else each.__context__)
+        if isinstance(each, BaseExceptionGroup):
+            left += each.exceptions
+
+
+def _is_no_bug(error: BaseException, kinds: tuple[type[BaseException], ...]) -> bool:
+    """Whether an error is one of ``kinds``, or raised ``from``, or raised by other code."""
+    frames = [*_frames(error.__traceback__)]
+    if isinstance(error, kinds) or (frames and not _is_ours(frames[-1])):
+        return True
+    # ``runtime.script`` takes one error out of a group, which becomes its cause.
+    return error.__suppress_context__ and not isinstance(error.__cause__, BaseExceptionGroup)
+
+
+def _frames(traceback: TracebackType | None) -> Iterator[TracebackType]:
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def _without_ours(traceback: TracebackType | None) -> TracebackType | None:
+    kept: list[TracebackType] = []
+    is_inside = True
+    for each in _frames(traceback):
+        is_inside = _is_ours(each) or (is_inside and _top_module(each) in _PLUMBING)
+        if not is_inside:
+            kept.append(each)
+    found: TracebackType | None = None
+    for each in reversed(kept):
+        found = TracebackType(found, each.tb_frame, each.tb_lasti, each.tb_lineno)
+    return found
+
+
+def _is_ours(traceback: TracebackType) -> bool:
+    return _top_module(traceback) == _OURS
+
+
+def _top_module(traceback: TracebackType) -> str:
+    return str(traceback.tb_frame.f_globals.get("__name__", "")).partition(".")[0]
