@@ -39,6 +39,12 @@ _CHOICES = {
     "otel": ("auto", "on", "off"),
 }
 
+_ARGUMENTS = (
+    *("group", "metadata", "overwrite", "progress", "replicated", "resume", "stage", "step"),
+    *("storage_options", "store"),
+)
+"""Arguments of a save, which are no fields of ``Options``."""
+
 _PREFIX = "ACTORSNAP_"
 _MAY_BLOCK = "ALLOW_IN_RUNNING_LOOP"
 
@@ -54,6 +60,11 @@ class _CheckedMeta(msgspec.StructMeta):
                 raise TypeError(f"name the fields: {cls.__name__}(name=value)") from None
             names = cls.__struct_fields__
             for name in kwargs:
+                if name in _ARGUMENTS:
+                    raise UsageError(
+                        f"{name} is no field of {cls.__name__}, but an argument of the call, as in "
+                        f"Snapshot.async_take(..., {name}=...)"
+                    )
                 if name not in names:
                     hint = did_you_mean(name, names) or f"it has: {', '.join(names)}"
                     raise UsageError(f"{cls.__name__} has no field {name!r}; {hint}")

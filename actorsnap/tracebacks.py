@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from actorsnap.errors import ActorSnapError, name_methods
+from actorsnap.errors import ActorSnapError, did_you_mean, name_methods
 from actorsnap.log import Log
 
 logger = Log(__name__)
@@ -43,6 +43,8 @@ def short_traceback(function: Callable[P, T], doc: str | None = None) -> Callabl
             return function(*args, **kwargs)
         except BaseException as error:  # of torch's CheckpointException, Exception is no base
             is_misuse = isinstance(error, TypeError) and not _fit(function, args, kwargs)
+            if is_misuse and (hint := _similar_parameters(function, kwargs)):
+                error.args = (f"{error}; {hint}",)
             shorten(error, is_misuse=is_misuse)
             raise  # without this frame
 
@@ -57,6 +59,12 @@ def _fit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     except TypeError:
         return False
     return True
+
+
+def _similar_parameters(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
+    """Returns a question about the first name that is no parameter; empty if none is similar."""
+    names = [*inspect.signature(function).parameters]
+    return next((did_you_mean(name, names) for name in kwargs if name not in names), "")
 
 
 def short_namespace(kind: type[T]) -> type[T]:

@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import pytest
 
-from actorsnap import Options, UsageError
+from actorsnap import Options, Snapshot, UsageError
 from actorsnap.options import MIN_CHUNK_BYTES, chunk_within, from_env
 from actorsnap.planning.shared_reads import ReadMode
 
@@ -47,6 +48,14 @@ def test_misspelt_options_are_refused(name: str, meant: str) -> None:
 def test_misspelt_keywords_are_refused(name: str, says: str) -> None:
     with pytest.raises(UsageError, match=re.escape(f"Options has no field {says}")):
         Options(**{name: "zstd"})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["overwrite", "stage", "storage_options"])
+def test_arguments_of_a_save_are_no_options(name: str) -> None:
+    says = f"{name} is no field of Options, but an argument of the call, as in Snapshot.async_take("
+    with pytest.raises(UsageError, match=re.escape(says)):
+        Options(**{name: "lazy"})  # type: ignore[arg-type]
+    assert name in inspect.signature(Snapshot.async_take).parameters
 
 
 def test_options_are_checked_by_the_type_checker() -> None:

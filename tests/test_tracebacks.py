@@ -321,6 +321,15 @@ def test_policies_look_as_before() -> None:
         assert str(raised.value).startswith(f"{call}.{name}() missing")
 
 
+def test_misspelt_arguments() -> None:
+    with pytest.raises(TypeError, match=r"argument 'overwite'; did you mean 'overwrite'\?"):
+        sync.Snapshot.take("x", {}, overwite=True)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"argument 'sav'; did you mean 'save'\?"):
+        CheckpointManager("x", {}, sav=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"argument 'device'$"):
+        sync.Snapshot("x").read_object("x", device=1)  # type: ignore[call-arg]
+
+
 def test_causes_and_notes_stay(tmp_path: Path) -> None:
     with faulty(lambda inner: FaultyStorage(inner, fail_at=1, fail_verbs=["write_at"])):
         pending = sync.Snapshot.async_take(faulty_url(str(tmp_path / "x")), STATE, options=FAST)

@@ -466,6 +466,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
         self._line = line
         self._missed = missed
         self._is_awaited = False
+        self._has_raised = False  # an error that says it all
         # Event loops name tasks by these.
         self.__name__ = coroutine.__name__
         self.__qualname__ = coroutine.__qualname__
@@ -517,7 +518,8 @@ class AsyncCall(Coroutine[Any, Any, T]):
             with suppress(Exception):  # maybe at interpreter exit
                 text = f"{self._name()} was never awaited: {self._missed}. {self._hint()}"
                 self.close()
-                logger.error("%s", text)
+                if not self._has_raised:
+                    logger.error("%s", text)
 
     def __repr__(self) -> str:
         if self._is_awaited:
@@ -530,6 +532,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
             return getattr(self._coroutine, name)
         if name.startswith("_"):
             raise AttributeError(name)
+        self._has_raised = True
         raise AttributeError(
             f"{self.__qualname__}() has to be awaited before its result has {name!r}. "
             f"{self._hint()}"
@@ -537,12 +540,14 @@ class AsyncCall(Coroutine[Any, Any, T]):
 
     @short_traceback
     def __getitem__(self, key: Any) -> NoReturn:
+        self._has_raised = True
         raise TypeError(
             f"{self.__qualname__}() has to be awaited before its result is read. {self._hint()}"
         ) from None
 
     @short_traceback
     def __bool__(self) -> NoReturn:
+        self._has_raised = True
         raise TypeError(
             f"{self.__qualname__}() has to be awaited before its result is tested. {self._hint()}"
         ) from None

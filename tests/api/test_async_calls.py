@@ -187,6 +187,18 @@ def test_reading_a_result_that_is_not_there(
     assert caplog.records == []
 
 
+def test_a_call_that_raised_is_not_reported_again(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for read in (list, bool, lambda call: call.path):
+        listed: Any = Snapshot.list(tmp_path)
+        with pytest.raises((TypeError, AttributeError), match="has to be awaited"):
+            read(listed)
+        del listed
+    gc.collect()
+    assert caplog.records == []
+
+
 def test_a_closed_call_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     for call in calls(tmp_path).values():
         coroutine = call()
