@@ -522,6 +522,25 @@ class ManagerBody:
         strict: bool,
     ) -> Script[Restored | None]:
         """Restores what rank 0 finds, on all ranks; after a failure, what it finds then."""
+        with restore.Overwritten() as overwritten:
+            found = yield from self._search_by(kind, search, state, refusal, strict, overwritten)
+        if found is None and overwritten.text:
+            logger.warning(
+                "%s: no intact snapshot was found; a damaged one was tried, so %s: make them again "
+                "before you start from nothing",
+                *(self.root.url, overwritten.text),
+            )
+        return found
+
+    def _search_by(
+        self,
+        kind: CallKind,
+        search: Search,
+        state: AppState,
+        refusal: Exception | None,
+        strict: bool,
+        overwritten: restore.Overwritten,
+    ) -> Script[Restored | None]:
         failure: Exception | None = None
         while True:
 
@@ -537,7 +556,7 @@ class ManagerBody:
             places = self.places.places
             place = places[max(found["place"], -len(places))]
             try:
-                report = yield from self._restore(place, name, state, strict)
+                report = yield from self._restore(place, name, state, strict, overwritten)
             except Exception as error:
                 if is_damage(error):
                     place.damaged[name] = describe(first_error(error))
@@ -557,12 +576,16 @@ class ManagerBody:
             yield lambda _: keeper.settle()
 
     def _restore(
-        self, place: Root, name: StepName, state: AppState, strict: bool
+        self,
+        place: Root,
+        name: StepName,
+        state: AppState,
+        strict: bool,
+        overwritten: restore.Overwritten,
     ) -> Script[RestoreReport]:
         settings = self._settings
-        report = yield from restore.restore(
-            place.snapshot(name),
-            state,
+        report = yield from restore.try_restore(
+            *(place.snapshot(name), state, overwritten),
             strict=strict,
             group=settings.group,
             store=settings.store,

@@ -82,6 +82,11 @@ class Compared:
         """Number of leaves that the snapshot gives."""
         return sum([part.match.num_restored for part in self.parts.values()])
 
+    @property
+    def written_in_place(self) -> list[str]:
+        """Escaped keys with tensors or arrays that take the bytes as they are read."""
+        return [escape(key) for key, part in self.parts.items() if part.memory.destinations]
+
     def build(self) -> dict[str, Any]:
         states = {key: part.build() for key, part in self.parts.items()}
         for key in self.without_optim:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import msgspec
 
@@ -41,7 +41,7 @@ from actorsnap.runtime.comparison import Compared, compare, wanted_of
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import AppState, check_flag
 from actorsnap.runtime.partial_index import PartialIndex
-from actorsnap.runtime.rounds import Rounds, call_together
+from actorsnap.runtime.rounds import Arrive, Rounds, call_together
 from actorsnap.runtime.shared_reads import RestoreReads
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.runtime.team import Team, find_team
@@ -147,7 +147,32 @@ class RestorePlan(_LeftOut, frozen=True, kw_only=True):
         return self.bytes_read / self.bytes_needed if self.bytes_needed else 1.0
 
 
-@begins_anew
+class Overwritten:
+    """Keys of the app state that a restore may have written to.
+
+    Leaving it with an error adds a note that names them.
+    """
+
+    def __init__(self) -> None:
+        self._keys: dict[str, None] = {}
+
+    def add(self, keys: Iterable[str]) -> None:
+        self._keys.update(dict.fromkeys(keys))
+
+    @property
+    def text(self) -> str:
+        """For example ``"model, optimizer may be partly overwritten"``. Empty without keys."""
+        return f"{', '.join(self._keys)} may be partly overwritten" if self._keys else ""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and self.text:
+            what = "failed" if isinstance(error, Exception) else "was interrupted"
+            error.add_note(f"The restore {what}: {self.text}. Restore again before you use them.")
+
+
 def restore(
     source: Source,
     app_state: AppState,
@@ -159,26 +184,51 @@ def restore(
     selection: Selection = _EVERYTHING,
 ) -> Script[RestoreReport]:
     """Restores on all ranks together, in the rounds of ``protocol.restore``."""
+    # Outside of the rounds: another rank's error arrives with that rank's notes.
+    with Overwritten() as overwritten:
+        return (
+            yield from try_restore(
+                *(source, app_state, overwritten),
+                strict=strict,
+                group=group,
+                store=store,
+                progress=progress,
+                selection=selection,
+            )
+        )
+
+
+@begins_anew
+def try_restore(
+    source: Source,
+    app_state: AppState,
+    overwritten: Overwritten,
+    *,
+    strict: bool,
+    group: Any,
+    store: Any,
+    progress: bool = False,
+    selection: Selection = _EVERYTHING,
+) -> Script[RestoreReport]:
+    """``restore`` whose failure the caller explains by ``overwritten``."""
     team = find_team(group, store)
     label = Label(CallKind.RESTORE, source.location.canonical)
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
 
     def body(rounds: Rounds) -> Script[RestoreReport]:
-        return restore_by(
-            *(rounds, source, app_state), strict=strict, progress=progress, selection=selection
-        )
+        return _restore_by(rounds, source, app_state, selection, strict, progress, overwritten)
 
     return (yield from call_together(team, label, source.options, decisions, body))
 
 
-def restore_by(
+def _restore_by(
     rounds: Rounds,
     source: Source,
     app_state: AppState,
-    *,
+    selection: Selection,
     strict: bool,
-    progress: bool = False,
-    selection: Selection = _EVERYTHING,
+    progress: bool,
+    overwritten: Overwritten,
 ) -> Script[RestoreReport]:
     """Runs this rank's part, observed."""
     observation, begun_s = observe("restore", source.options), time.monotonic()
@@ -190,7 +240,7 @@ def restore_by(
     )
     try:
         report = yield from _restore(
-            rounds, source, app_state, selection, strict, progress, observation
+            rounds, source, app_state, selection, strict, progress, overwritten, observation
         )
     except Exception as error:
         yield partial(end, outcome="failed", error=describe(error))
@@ -228,6 +278,7 @@ def _restore(
     selection: Selection,
     strict: bool,
     progress: bool,
+    overwritten: Overwritten,
     observation: Observation,
 ) -> Script[RestoreReport]:
     """Compares, reads, then loads key by key."""
@@ -240,8 +291,13 @@ def _restore(
     plan = yield from _agree(rounds, compared, reads, strict=strict)
     note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
+
+    async def read(host: Host, arrive: Arrive) -> None:
+        overwritten.add(compared.written_in_place)
+        await reads.read(host, plan, arrive, rounds.scope)
+
     yield from shown(
-        rounds.perform(lambda host, arrive: reads.read(host, plan, arrive, rounds.scope)),
+        rounds.perform(read),
         lambda: [_amount_of(reads)],
         source.location.display_url,
         is_on=progress and rounds.rank == 0,
@@ -249,7 +305,9 @@ def _restore(
     note(Wait.READS)
     states = compared.build()
     yield from rounds.arrive(then=Stage.LOAD)
-    report = _load(compared, states, loaders, strict, reads.bytes_needed, rounds.team)
+    report = _load(
+        *(compared, states, loaders, strict, reads.bytes_needed, rounds.team), overwritten
+    )
     note(Work.LOAD)
     if not strict and not report.is_complete and not compared.num_restored:
         logger.warning(
@@ -415,6 +473,7 @@ def _load(
     strict: bool,
     nbytes: int,
     team: Team | None,
+    overwritten: Overwritten,
 ) -> RestoreReport:
     """Calls every ``load_state_dict``.
 
@@ -429,6 +488,7 @@ def _load(
     loaded: list[str] = []
 
     def call(key: str) -> None:
+        overwritten.add([escape(key)])
         try:
             if key in compared.adapting:
                 left_out = call_user_code(

@@ -24,6 +24,7 @@ import pytest
 
 from actorsnap import ActorSnapError, NotASnapshot, Options, Snapshot, SnapshotAborted, sync
 from actorsnap.actors import abandonable, commit
+from actorsnap.errors import notes_of
 from actorsnap.runtime import maintenance, taking
 from actorsnap.runtime.host import Host, shutdown, wait_done
 from actorsnap.runtime.location import make_location
@@ -341,17 +342,19 @@ def interrupted_restore(url: str, at: int) -> dict[str, Any]:
     """SIGINT when operation number ``at`` of a restore begins, which then stalls."""
     barrier = _InterruptingBarrier(at, stalls=True)
     raised = False
+    notes: list[str] = []
     with faulty(lambda inner: BarrierStorage(inner, barrier)):
         try:
             sync.Snapshot(faulty_url(url)).restore(state(-1))
-        except KeyboardInterrupt:
-            raised = True
+        except KeyboardInterrupt as error:
+            raised, notes = True, notes_of(error)
     deadline = time.monotonic() + 30
     while Host.get()._calls and time.monotonic() < deadline:
         time.sleep(0.001)  # what has ended is taken off the list a moment later
     return {
         "was_hit": barrier.was_reached,
         "raised": raised,
+        "notes": notes,
         "num_calls": len(Host.get()._calls),
         "again": asyncio.run(number_at(url)),
     }

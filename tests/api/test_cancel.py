@@ -29,9 +29,11 @@ from actorsnap import (
     PendingSnapshot,
     Snapshot,
     SnapshotAborted,
+    StateDict,
     sync,
 )
 from actorsnap.actors import commit
+from actorsnap.errors import notes_of
 from actorsnap.runtime import host, local_engine, location, script
 from actorsnap.runtime.save import Save
 from actorsnap.storage.base import Storage
@@ -327,14 +329,31 @@ async def test_a_cancellation_that_comes_during_a_commit_lets_it_succeed(tmp_pat
     await assert_whole(url, 2)
 
 
+INTERRUPTED = (
+    "The restore was interrupted: model, optimizer may be partly overwritten. Restore again before "
+    "you use them."
+)
+
+
 async def test_cancelling_a_restore(tmp_path: Path, no_leaks_behind: None) -> None:
     url = str(tmp_path / "s")
     await take(url, 1)
+    notes: list[list[str]] = []
+
+    async def restore(target: dict[str, StateDict]) -> None:
+        try:
+            await Snapshot(faulty_url(url)).restore(target)
+        except asyncio.CancelledError as error:
+            notes.append(notes_of(error))
+            is_same = bool((target["model"]["weight"] == -1).all())
+            assert is_same or notes[-1]
+            raise
+
     for k in itertools.count(1):
         barrier = Barrier(k)
         target = state(-1)
         with held(barrier):
-            ending = await cancel_in_the_middle(barrier, Snapshot(faulty_url(url)).restore(target))
+            ending = await cancel_in_the_middle(barrier, restore(target))
         assert_idle()
         if not barrier.was_reached:
             assert number_of(target) == 1
@@ -344,6 +363,8 @@ async def test_cancelling_a_restore(tmp_path: Path, no_leaks_behind: None) -> No
         assert number_of(target) == 1
     await assert_whole(url, 1)
     assert k > 3
+    assert notes == sorted(notes)  # none before the first read of data
+    assert {tuple(each) for each in notes} == {(), (INTERRUPTED,)}
 
 
 @pytest.mark.parametrize("call", ["verify", "delete", "get_manifest"])
@@ -574,6 +595,7 @@ def test_ctrl_c_between_two_steps_of_a_call(
 def test_ctrl_c_in_a_restore(zygote: Zygote, tmp_path: Path) -> None:
     """When it is raised, nobody writes to the tensors any more."""
     url = str(tmp_path)
+    notes = set()
     assert zygote.call("save", url=url, number=1).result() == ""
     for at in itertools.count(1):
         found = zygote.call("interrupted_restore", url=url, at=at).result()
@@ -582,7 +604,9 @@ def test_ctrl_c_in_a_restore(zygote: Zygote, tmp_path: Path) -> None:
         assert found["raised"]
         assert found["num_calls"] == 0
         assert found["again"] == 1
+        notes.add(tuple(found["notes"]))
     assert at > 3
+    assert notes == {(), (INTERRUPTED,)}
 
 
 def test_ctrl_c_while_waiting_leaves_the_save_running(zygote: Zygote, tmp_path: Path) -> None:

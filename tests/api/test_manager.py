@@ -145,11 +145,12 @@ def test_skips_damage_and_says_why(root: Path, caplog: pytest.LogCaptureFixture)
         "step-0000000100.g1",
     ]
     assert found.skipped[0][1].startswith("ChecksumMismatch")
+    assert "overwritten" not in found.skipped[0][1] + caplog.text
     assert "200.g1 is damaged" in caplog.text
     second.check(0)
 
 
-def test_damage_everywhere_is_no_fresh_start(root: Path) -> None:
+def test_damage_everywhere_is_no_fresh_start(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     first = Run(root)
     first.train(0, 100)
     first.close()
@@ -159,7 +160,10 @@ def test_damage_everywhere_is_no_fresh_start(root: Path) -> None:
     with pytest.raises(NoValidSnapshot) as caught:
         second.manager.restore_latest()
     assert len(caught.value.skipped) == 2
-    assert second.manager.restore_latest(allow_fresh=True) is None
+    (note,) = caught.value.__notes__
+    assert note.startswith("The restore failed: train may be partly overwritten. Restore again")
+    assert Run(root).manager.restore_latest(allow_fresh=True) is None
+    assert "so train may be partly overwritten: make them again" in caplog.text
 
 
 def test_what_a_restore_found_damaged_counts_as_damaged(root: Path) -> None:

@@ -553,7 +553,8 @@ def test_what_load_state_dict_raises_gets_a_note(tmp_path: Path) -> None:
     snapshot = Snapshot.take(tmp_path / "s", app_state)
     with pytest.raises(ZeroDivisionError) as caught:
         snapshot.restore(app_state)
-    (note,) = caught.value.__notes__
+    note, ending = caught.value.__notes__
+    assert ending.startswith("The restore failed: a, b may be partly overwritten. ")
     assert "load_state_dict() of 'b'" in note
     assert "'a'" in note
     assert "'c'" not in note

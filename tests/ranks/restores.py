@@ -26,7 +26,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from actorsnap import ActorSnapError, ModelState, Options, StateDict
 from actorsnap import Snapshot as AsyncSnapshot
-from actorsnap.errors import StorageError
+from actorsnap.errors import StorageError, notes_of
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.runtime import partial_index
 from actorsnap.runtime.broadcast import Broadcaster
@@ -127,7 +127,7 @@ def outcome(work: Callable[[], Any]) -> dict[str, Any]:
     try:
         work()
     except Exception as error:
-        said = {"error": type(error).__name__, "text": str(error)}
+        said = {"error": type(error).__name__, "text": str(error), "notes": notes_of(error)}
         said["cause"] = type(error.__cause__).__name__
         if isinstance(error, ActorSnapError):
             said["fields"] = msgspec.to_builtins(error.fields)

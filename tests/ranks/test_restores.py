@@ -272,6 +272,8 @@ def test_a_storage_error_on_one_rank(
     for said in found:
         assert said["error"] == "StorageError"
         assert said["text"] == found[0]["text"]
+        overwritten = [note for note in said["notes"] if "overwritten" in note]
+        assert len(overwritten) == (trouble == "storage")
         assert said["took_s"] < TIMEOUT_S
         calls = 0 if trouble == "index" else 2
         assert said["calls"] == ["state_dict"] * calls
