@@ -504,16 +504,24 @@ class SnapshotAborted(_Aborted):
         key: Key of the object concerned, or None.
         may_be_committed: True if the commit failed or was not answered, so that the snapshot may
             exist or may still appear.
+        step: Step of the save, if a ``CheckpointManager`` raises it after the call that saved.
     """
 
     may_be_committed: bool = False
+    step: int | None = None
+
+    def name_step(self, step: int) -> None:
+        self.step = step
+        self.message = self._text()
+        self.args = (self.message,)
 
     def _text(self) -> str:
         doubt = (
             ". The snapshot may be committed nevertheless: check the path before you delete or "
             "retry"
         )
-        return f"snapshot aborted: {super()._text()}{doubt if self.may_be_committed else ''}"
+        what = "snapshot" if self.step is None else f"snapshot of step {self.step}"
+        return f"{what} aborted: {super()._text()}{doubt if self.may_be_committed else ''}"
 
 
 class StateChanged(SnapshotAborted):

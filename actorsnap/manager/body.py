@@ -23,6 +23,7 @@ from actorsnap.actors.abandonable import first_error
 from actorsnap.errors import (
     ActorSnapError,
     RootTaken,
+    SnapshotAborted,
     StorageError,
     UsageError,
     describe,
@@ -385,6 +386,8 @@ class ManagerBody:
         except ActorSnapError as error:
             if not save.finished.done():
                 raise  # a fork
+            if isinstance(error, SnapshotAborted):
+                error.name_step(name.step)  # a later call raises it
             if self._failure is not None:
                 logger.error("%s: %s", self.root.url, describe(error))
             self._failure = self._failure or error
