@@ -477,6 +477,12 @@ async def find_collectable(
     return await host.run_blocking(lambda: [name for name in attempts if is_garbage(name)])
 
 
+async def may_run(host: Host, attempts: Iterable[str]) -> bool:
+    """Returns whether any of these attempts may be running on this host."""
+    found = [attempt for attempt in map(Attempt.parse, attempts) if attempt is not None]
+    return await host.run_blocking(lambda: any(_may_run(host, attempt) for attempt in found))
+
+
 def _may_run(host: Host, attempt: Attempt) -> bool:
     """Returns whether an attempt of this host may be running."""
     return attempt.host == host_id() and host.resources.attempts.may_run(attempt)

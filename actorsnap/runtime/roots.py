@@ -47,9 +47,11 @@ from actorsnap.planning.keeping import StoredStep
 from actorsnap.planning.marks import Facts, Pin
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, make_location, open_location
+from actorsnap.runtime.maintenance import may_run
 from actorsnap.runtime.marks import MarksReader
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened_storage
+from actorsnap.runtime.texts import size_text
 from actorsnap.storage.base import CLEANUP_S, ObjectInfo, Storage, for_each
 from actorsnap.storage.registry import folder_and_name
 
@@ -378,15 +380,20 @@ class Root:
         return False
 
     async def warn_of_complete(self, opened: OpenSource, name: StepName) -> None:
-        """Warns once of a snapshot that lacks only the commit object: it stays, and takes space."""
+        """Warns once of a snapshot that lacks only the commit object: it stays, and takes space.
+
+        Unless its save may still be running: it commits soon.
+        """
         if name in self._complete:
+            return
+        if await may_run(opened.host, await opened.storage.list_folders(str(name))):
             return
         self._complete.add(name)
         size = sum([info.size async for info in opened.storage.list(f"{name}/")])
         logger.warning(
-            "%s is complete, but was not committed, and stays (%.1f MiB): `actorsnap recover` "
+            "%s is complete, but was not committed, and stays (%s): `actorsnap recover` "
             "makes it a snapshot, `actorsnap rm --garbage` deletes it",
-            *(self.url_of(name), size / 2**20),
+            *(self.url_of(name), size_text(size)),
         )
 
     async def claim_generation(

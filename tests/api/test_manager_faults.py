@@ -19,10 +19,12 @@ import pytest
 
 from actorsnap import AccessDenied, NoValidSnapshot, RootTaken, sync
 from actorsnap import manager as asynchronous
+from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.format.steps import StepName
 from actorsnap.manager import every, keep
 from actorsnap.manager.sync import CheckpointManager
+from actorsnap.runtime.host import Host
 from actorsnap.storage.base import Storage
 from actorsnap.storage.wrapper import without_blocking_io
 from tests.api import managed
@@ -383,6 +385,31 @@ def test_what_lost_its_commit_object_stays(tmp_path: Path) -> None:
     assert second.manager.all_steps() == [0, 2, 3]
 
 
+def test_a_restore_does_not_report_a_step_that_is_being_committed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A cell of a notebook that runs again, with a save of the earlier manager in flight."""
+    root = tmp_path / "run"
+    first = Trainer(root, keep=keep.all())
+    first.train(0, 1)
+    first.manager.close()
+    commit = root / "step-0000000001.g1" / "actorsnap.json"
+    (attempt,) = map(Attempt.parse, [path.parent.name for path in commit.parent.glob("*/manifest")])
+    assert attempt is not None
+    commit.unlink()
+    attempts = Host.get().resources.attempts
+    attempts._running.add(attempt)
+    second = Trainer(root, keep=keep.all())
+    restored = second.manager.restore_latest()
+    assert restored is not None
+    assert restored.step == 0
+    assert "is complete" not in caplog.text
+    attempts.end(attempt)
+    second.manager.restore_latest()
+    assert "is complete, but was not committed" in caplog.text
+    second.manager.close()
+
+
 def test_a_restore_reports_newer_steps_that_lost_their_commit_object(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -401,7 +428,8 @@ def test_a_restore_reports_newer_steps_that_lost_their_commit_object(
     restored = third.manager.restore_latest()
     assert restored is not None
     assert (restored.step, restored.skipped) == (1, ())
-    assert f"{last} is complete, but was not committed" in caplog.text
+    assert f"{last} is complete, but was not committed, and stays (" in caplog.text
+    assert "KiB): `actorsnap recover` makes" in caplog.text
     assert "actorsnap recover" in caplog.text
     (continued / "actorsnap.json").unlink()
     restored = third.manager.restore_latest()
