@@ -27,8 +27,10 @@ from actorsnap.planning.shared_reads import ReadInterest
 from actorsnap.protocol.restore import Comparison
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.optimizer_comparison import (
+    named_parameters_of,
     other_optimizers,
     parameters_of,
+    parameters_with_state,
     unprimed_optimizer,
     with_numbered_states,
 )
@@ -93,6 +95,30 @@ class Compared:
             if key in states:
                 states[key].pop("optim", None)
         return states
+
+    @property
+    def has_unexpected(self) -> bool:
+        return bool(self.unexpected) or any(self.unplaced.values())
+
+    def name_as_stored(self, origins: Mapping[str, str]) -> None:
+        """Names unexpected leaves as the snapshot does.
+
+        Args:
+            origins: Stored paths by those that a rename made of them.
+        """
+        unexpected = [*self.unexpected, *[p for paths in self.unplaced.values() for p in paths]]
+        for path in unexpected:
+            if path in origins:
+                self.hints.append(
+                    f"rename= turns {origins[path]!r} into {path!r}, which has no place in the app "
+                    "state"
+                )
+                break
+        self.unexpected = [origins.get(path, path) for path in self.unexpected]
+        self.unplaced = {
+            key: tuple([origins.get(path, path) for path in paths])
+            for key, paths in self.unplaced.items()
+        }
 
     def message(self, interest: ReadInterest) -> Comparison:
         return Comparison(
@@ -162,6 +188,7 @@ def compare(
     comparer = _Comparer(index, app_state, states, rank, options, casts)
     for key in states:
         comparer.compare(key)
+    comparer.leave_out_states()
     comparer.separate_memory()
     return comparer.compared
 
@@ -248,6 +275,31 @@ class _Comparer:
         compared.unplaced[escape(key)] = tuple(part.match.unplaced)
         compared.mismatched += part.match.mismatched
         compared.parts[key] = part
+
+    def leave_out_states(self) -> None:
+        """Leaves out optimizers with the state of a parameter that has another shape.
+
+        torch would load it, and fail in the next step.
+        """
+        parts = self.compared.parts
+        reshaped = {
+            id(parameter): path
+            for key in parts
+            for path, parameter in named_parameters_of(key, self.app_state[key])
+            if path in parts[key].match.reshaped
+        }
+        for key in [key for key in parts if matching_of(self.app_state[key]) is Matching.GROUPS]:
+            optimizer: Any = self.app_state[key]
+            owners = [reshaped.get(id(each)) for each in parameters_of(optimizer)]
+            stateful = parameters_with_state(key, self._entries[key])
+            paths = [path for n, path in enumerate(owners) if path is not None and n in stateful]
+            if paths:
+                shown = ", ".join(paths[:3]) + (", ..." if paths[3:] else "")
+                self.compared.mismatched.append(
+                    f"{escape(key)}: its saved state does not fit {shown}, of another shape in the "
+                    "app state; the optimizer keeps its own state"
+                )
+                del parts[key]
 
     def separate_memory(self) -> None:
         """Separates leaves that share memory only in the app state.

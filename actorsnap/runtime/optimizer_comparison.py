@@ -8,21 +8,29 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from math import prod
 from typing import Any
 
 import msgspec
 import torch
 
-from actorsnap.format.manifest import TensorEntry, ValueEntry, ViewEntry
+from actorsnap.format.manifest import CompositeEntry, TensorEntry, ValueEntry, ViewEntry
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry
 from actorsnap.planning.renaming import renamed
 from actorsnap.runtime.location import AppState
 from actorsnap.state.capture import optimizers_in
 from actorsnap.state.distributed import is_distributed
-from actorsnap.state.optim import ModelState, class_names, takes_state_of
+from actorsnap.state.optim import (
+    ModelState,
+    class_names,
+    parts_of,
+    plain_name,
+    takes_state_of,
+)
 from actorsnap.state.stateful import Matching, Stateful, matching_of
 from actorsnap.state.tree import escape, join, unescape
 
+_TENSORS = (TensorEntry, ShardedEntry, ViewEntry, CompositeEntry)
 _PARAMS = re.compile("param_groups/[0-9]+/params(/[0-9]+)?")
 
 
@@ -150,6 +158,29 @@ def _difference_of_forms(
 
 def parameters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def named_parameters_of(key: str, stateful: Stateful) -> list[tuple[str, torch.Tensor]]:
+    """Returns the parameters of a module with their paths in a snapshot."""
+    module, _ = parts_of(stateful)
+    if module is None:
+        return []
+    named = module.named_parameters(remove_duplicate=False)
+    if isinstance(stateful, ModelState):
+        return [(join(key, "model", plain_name(module, name)), each) for name, each in named]
+    return [(join(key, name), each) for name, each in named]
+
+
+def parameters_with_state(key: str, entries: Sequence[AnyEntry]) -> set[int]:
+    """Returns the numbers of parameters whose saved state has more than counters."""
+    prefix = f"{escape(key)}/state/"
+    found: set[int] = set()
+    for entry in entries:
+        if isinstance(entry, _TENSORS) and prod(entry.shape) > 1 and entry.path.startswith(prefix):
+            number = entry.path.removeprefix(prefix).partition("/")[0]
+            if number.isdecimal():
+                found.add(int(number))
+    return found
 
 
 def unprimed_optimizer(

@@ -54,6 +54,62 @@ def test_the_class_is_recorded(tmp_path: Path, offload: str) -> None:
     assert Snapshot(tmp_path / "s").restore(state).is_complete
 
 
+def fine_tuned(num_classes: int, kind: Any = torch.optim.AdamW, **more: Any) -> dict[str, Any]:
+    """A body, a head and an optimizer that has taken no step."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, num_classes))
+    return {"model": model, "optimizer": kind(model.parameters(), lr=0.1, **more)}
+
+
+def step(state: dict[str, Any]) -> None:
+    state["model"](torch.randn(2, 4)).sum().backward()
+    state["optimizer"].step()
+
+
+@pytest.mark.parametrize("first", ["model", "adam"], ids=["after", "before"])
+def test_the_state_of_a_parameter_of_another_shape_is_left_out(tmp_path: Path, first: str) -> None:
+    """Whichever key is compared first."""
+    saved, target = fine_tuned(2), fine_tuned(3)
+    step(saved)
+    rename = None if first == "model" else {"optimizer": first}
+    Snapshot.take(tmp_path / "s", saved)
+    if rename is not None:
+        target[first] = target.pop("optimizer")
+    snapshot = Snapshot(tmp_path / "s")
+    report = snapshot.restore(target, strict=False, rename=rename)
+    (line,) = [line for line in report.mismatched if not line.startswith("model/")]
+    key = first.replace("model", "optimizer")
+    assert line.startswith(f"{key}: its saved state does not fit model/1.weight, model/1.bias, of")
+    assert [line.partition(":")[0] for line in report.mismatched[:2]] == [
+        "model/1.weight",
+        "model/1.bias",
+    ]
+    assert snapshot.plan_restore(target, rename=rename).mismatched == report.mismatched
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore(target, rename=rename)
+    assert caught.value.mismatched == report.mismatched
+    assert torch.equal(target["model"][0].weight, saved["model"][0].weight)
+    assert not target[key].state
+    step({"model": target["model"], "optimizer": target[key]})
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
+def test_an_optimizer_with_another_dtype_or_without_state_is_restored(
+    tmp_path: Path, kind: Any
+) -> None:
+    saved = fine_tuned(2, kind)
+    target = fine_tuned(2 if kind is torch.optim.AdamW else 3, kind)
+    step(saved)
+    saved["optimizer"].param_groups[0]["lr"] = 0.5
+    target["model"][1].to(torch.float64)
+    Snapshot.take(tmp_path / "s", saved)
+    report = Snapshot(tmp_path / "s").restore(target, strict=False)
+    assert [line.partition(":")[0] for line in report.mismatched] == [
+        "model/1.weight",
+        "model/1.bias",
+    ]
+    assert target["optimizer"].param_groups[0]["lr"] == 0.5
+
+
 @pytest.mark.parametrize("wrap", [False, True], ids=["plain", "ModelState"])
 def test_another_class_is_refused_by_name(tmp_path: Path, wrap: bool) -> None:
     saved = Trainer(torch.optim.AdamW, wrap)

@@ -334,6 +334,7 @@ class Match:
     unexpected: list[str] = field(default_factory=list)
     unplaced: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
+    reshaped: list[str] = field(default_factory=list)
     on_meta: list[str] = field(default_factory=list)
 
     def has_target(self, path: str) -> bool:
@@ -522,6 +523,8 @@ def _add_tensor(
                 if found.may_cast and why.startswith("dtype") and not _are_floating(dtype, target):
                     why = f"{why}; cast=True converts only floating-point dtypes of tensors"
                 found.keep(path, target, why)
+                if tuple(entry.shape) != tuple(target.shape):
+                    found.reshaped.append(path)
                 return
         elif sharding is None and isinstance(target, torch.Tensor) and target.is_meta:
             found.on_meta.append(path)
