@@ -23,6 +23,7 @@ from actorsnap.protocol.messages import (
     ToCoordinator,
 )
 from actorsnap.protocol.roll import (
+    NO_LABEL,
     REMIND_AFTER_S,
     SETTLE_S,
     RollCall,
@@ -57,9 +58,10 @@ def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
 class Caller:
     """A rank's end of a call; a ``ParticipantEnd``.
 
-    A rank withdraws if rank 0 has not answered by the deadline, or if it is cancelled before rank 0
-    has called: nothing was or will be written. If rank 0 calls later, it gets the reason. If rank 0
-    has ended another call that this rank never made, the rank continues with the next.
+    A rank withdraws if rank 0 has not answered by the deadline, or if it is cancelled or loses rank
+    0 before rank 0 has called: nothing was or will be written. If rank 0 calls later, it gets the
+    reason. If rank 0 has ended another call that this rank never made, the rank continues with the
+    next.
 
     Args:
         timeout_s, limit: Time from ``begin`` until rank 0 must have answered; name of the option.
@@ -151,10 +153,13 @@ class Caller:
                     _warn(self._label, self._rank, message.ranks)
                 case Aborted() if self._is_behind(message.label) and self._renew():
                     await self.repeat()
-                case PeerLost() if self._is_waiting and not self.has_coordinator():
-                    reason = explain_loss(message.rank, message.silent_s)
+                case PeerLost() if self._is_waiting and (message.how or not self.has_coordinator()):
+                    reason = explain_loss(message.rank, message.silent_s, message.how)
                     reason += f"; it had not called {self._label}"
-                    return Aborted(aborted(self._label, reason, 0))
+                    failure = aborted(self._label, reason, 0)
+                    left = NO_LABEL if message.how else self._label.digest
+                    await self._end.send(Failed(self._rank, failure, left))
+                    return Aborted(failure)
                 case _:
                     self._is_waiting = False
                     self._sent = None
@@ -262,8 +267,8 @@ class Roll:
             case Failed(rank, failure) if not roll_call.is_over:
                 if not await self._continues(message):
                     roll_call.on_failed(rank, failure)
-            case PeerLost(rank=rank, silent_s=silent_s) if not roll_call.is_over:
-                roll_call.on_lost(rank, silent_s)
+            case PeerLost(rank=rank, silent_s=silent_s, how=how) if not roll_call.is_over:
+                roll_call.on_lost(rank, silent_s, how)
             case PeerLost() | Broken() if roll_call.is_over:
                 return message
             case Arrived(rank=rank) if not roll_call.has_called(rank):

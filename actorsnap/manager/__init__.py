@@ -243,7 +243,7 @@ class CheckpointManager(ManagerHandle):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await run_async(self._own_body.close(has_failed=error is not None))
+        await run_async(self._own_body.close(error=error))
 
     @async_call
     async def maybe_save(

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import anyio
 import msgspec
@@ -42,7 +42,7 @@ from actorsnap.protocol.messages import CallKind, Failed, Label, SaveWanted
 from actorsnap.protocol.rounds import Continue
 from actorsnap.runtime.host import Call, Host, Script
 from actorsnap.runtime.notices import Notice, Watcher
-from actorsnap.runtime.rounds import Rounds, call_together, fail_next
+from actorsnap.runtime.rounds import Rounds, Topic, call_together, fail_next
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.team import Team
 from actorsnap.transport.invitations import InvitedCall, Listener
@@ -70,6 +70,7 @@ class AskSettings:
         watch_requests_s: Interval of looks for them; None: no look.
         options: Of the manager's calls.
         look_at_metrics: Called with those of each step, on rank 0.
+        topic: Of the manager's calls.
     """
 
     find: Callable[[], Team | None]
@@ -78,6 +79,7 @@ class AskSettings:
     watch_requests_s: float | None = None
     options: Options
     look_at_metrics: Callable[[Mapping[str, object]], None] = lambda _: None
+    topic: Topic = field(default_factory=Topic)
 
 
 class Asking:
@@ -359,8 +361,9 @@ class Asking:
             return (yield from rounds.arrive(payload))
 
         decisions = _DecisionsAtEnd(self._decide_at_end)
+        topic = self._settings.topic
         try:
-            payload = yield from call_together(team, label, options, decisions, body)
+            payload = yield from call_together(team, label, options, decisions, body, topic=topic)
         except ActorSnapError as error:
             level = logging.WARNING if self.waiting or self.calls.agreed else logging.INFO
             why = error.reason if isinstance(error, RestoreAborted) else describe(error)

@@ -64,7 +64,7 @@ from actorsnap.runtime.location import (
 )
 from actorsnap.runtime.restore import RestoreReport
 from actorsnap.runtime.roots import METADATA_KEY, Root, is_damage
-from actorsnap.runtime.rounds import announce
+from actorsnap.runtime.rounds import Topic, announce
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.source import OpenSource
 from actorsnap.runtime.team import Team, find_team
@@ -109,6 +109,7 @@ class ManagerBody:
         self._saving = threading.Lock()
         _unclosed.add(self)
         self.events = EventBoard()
+        self._topic = Topic()
         self._metric_names = MetricNames(self.root.url, settings.save, settings.keep)
         self.asking = Asking(
             settings.save,
@@ -121,6 +122,7 @@ class ManagerBody:
                 watch_requests_s=settings.watch_requests_s,
                 options=self._options,
                 look_at_metrics=self._metric_names.look_at_step,
+                topic=self._topic,
             ),
         )
 
@@ -263,6 +265,7 @@ class ManagerBody:
             output=self._output,
             # Ranks that stage at different speeds raise a failure together, in a later call.
             returns_failed=is_async and self._world_size > 1,
+            topic=self._topic.name,
         )
         before, self._saved = self._saved, step
         try:
@@ -400,12 +403,13 @@ class ManagerBody:
         if failure is not None:
             raise failure
 
-    def close(self, *, has_failed: bool = False, timeout_s: float = math.inf) -> Script[None]:
+    def close(
+        self, *, error: BaseException | None = None, timeout_s: float = math.inf
+    ) -> Script[None]:
         """Waits for pending saves, and for deletions at most ``timeout_s``.
 
         Args:
-            has_failed: The program ends with an error: nothing is saved at the end, and failed
-                saves are only logged.
+            error: Ends the program: nothing is saved at the end, and failed saves are only logged.
         """
         is_number = isinstance(timeout_s, int | float) and not isinstance(timeout_s, bool)
         if not (is_number and timeout_s >= 0):
@@ -413,14 +417,17 @@ class ManagerBody:
         if self._is_closed or self.is_forked:  # the saves are its parent's
             return
         try:
-            asked = yield from self.asking.close(has_failed=has_failed)
-            if not has_failed:
-                yield from self._save_at_end(asked)
+            try:
+                asked = yield from self.asking.close(has_failed=error is not None)
+                if error is None:
+                    yield from self._save_at_end(asked)
+            finally:
+                self._topic.leave(self._ending(error))
             yield from self.wait()
-        except ActorSnapError as error:
-            if not has_failed:
+        except ActorSnapError as failure:
+            if error is None:
                 raise
-            logger.error("%s: %s", self.root.url, describe(error))
+            logger.error("%s: %s", self.root.url, describe(failure))
         finally:
             self._is_closed = True
             _unclosed.discard(self)
@@ -431,6 +438,13 @@ class ManagerBody:
                 yield lambda _: keeper.finish(timeout_s)
             yield self._close_places
             self.events.close()
+
+    def _ending(self, error: BaseException | None) -> str:
+        """Returns what this rank has done, for the others."""
+        where = "before its first step" if self._seen is None else f"after step {self._seen}"
+        if error is None:
+            return f"closed its manager {where}"
+        return f"left its manager with an error {where}: {describe(error)}"
 
     def report_unclosed(self) -> None:
         """At exit: names the saves that only ``close`` would have made."""
@@ -729,7 +743,8 @@ class ManagerBody:
         refusal: Exception | None = None,
     ) -> Script[Any]:
         label = Label(kind, self._label_url)
-        return (yield from announce(self._team(), label, self._options, work, refusal))
+        team, topic = self._team(), self._topic
+        return (yield from announce(team, label, self._options, work, refusal, topic=topic))
 
     def _app_state(self, app_state: AppState | None) -> AppState:
         found = self._settings.app_state if app_state is None else app_state

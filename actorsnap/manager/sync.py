@@ -58,7 +58,7 @@ class CheckpointManager(ManagerHandle):
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        run_sync(self._own_body.close(has_failed=error is not None), name="CheckpointManager.close")
+        run_sync(self._own_body.close(error=error), name="CheckpointManager.close")
 
     def maybe_save(
         self,

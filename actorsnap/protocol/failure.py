@@ -267,8 +267,14 @@ def save_aborted(
     return Failure(reason=reason, stage=stage, rank=rank, causes=causes)
 
 
-def explain_loss(rank: int, silent_s: float) -> str:
-    """Describes a rank that was silent for ``silent_s`` seconds; 0.0: it has left."""
+def explain_loss(rank: int, silent_s: float, how: str = "") -> str:
+    """Describes a rank that was silent for ``silent_s`` seconds; 0.0: it has left.
+
+    Args:
+        how: It only takes no part in the call: what it did instead.
+    """
+    if how:
+        return f"rank {rank} {how}"
     if not silent_s:
         return f"rank {rank} has left: its process ended"
     return (

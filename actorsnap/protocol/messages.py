@@ -89,7 +89,8 @@ class Failed(msgspec.Struct, frozen=True, array_like=True, tag="f"):
     """The rank cannot continue.
 
     Attributes:
-        left: Label digest of a call that the rank left without an answer of rank 0.
+        left: Label digest of a call that the rank left without an answer of rank 0. Outside of any
+            call: the topic that it has left (``transport.invitations``).
     """
 
     rank: int
@@ -138,7 +139,8 @@ class Aborted(msgspec.Struct, frozen=True, array_like=True, tag="X"):
     """The attempt ended without commit.
 
     Attributes:
-        label: Digest of the ended call's label, for a rank that did not make it.
+        label: Digest of the ended call's label, for a rank that did not make it. Outside of any
+            call: the topic that rank 0 has left.
     """
 
     failure: Failure

@@ -30,6 +30,9 @@ REMIND_AFTER_S = (10.0, 60.0, 300.0)
 SETTLE_S = 5.0
 """Maximum wait for absent ranks once the call is known to fail."""
 
+NO_LABEL = bytes(8)
+"""Stands for the label of a call that a rank never makes, whatever it calls next."""
+
 _MAX_LABELS = 6
 
 
@@ -87,6 +90,7 @@ class RollCall:
         self.world_size = world_size
         self._own = label.digest if is_known else b""
         self._called: dict[int, bytes] = {}
+        self._gone: set[int] = set()
         self._labels: dict[bytes, Label] = {self._own: label}
         self._asked: set[bytes] = set()
         self._failure: Failure | None = None
@@ -109,6 +113,9 @@ class RollCall:
         return RollCall(label=self.label, world_size=self.world_size)
 
     def label_for(self, rank: int) -> bytes:
+        """Returns ``Aborted.label``."""
+        if rank in self._gone:
+            return NO_LABEL
         return b"" if rank in self._called else self._own
 
     def on_called(self, rank: int, digest: bytes) -> bool:
@@ -140,8 +147,10 @@ class RollCall:
             self._failure = self._failure or failure
             self.state = _S.SETTLING
 
-    def on_lost(self, rank: int, silent_s: float) -> None:
-        reason = explain_loss(rank, silent_s)
+    def on_lost(self, rank: int, silent_s: float, how: str = "") -> None:
+        if how:
+            self._gone.add(rank)
+        reason = explain_loss(rank, silent_s, how)
         if rank not in self._called:
             reason += f"; it had not called {self.label}, which every rank has to call"
         self._end(self._failure or aborted(self.label, reason, rank))

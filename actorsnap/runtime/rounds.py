@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Protocol, TypeAlias, TypeVar
 
@@ -58,18 +59,23 @@ def call_together(
     options: Options,
     decisions: Decisions,
     body: Callable[[Rounds], Script[T]],
+    *,
+    topic: Topic | None = None,
 ) -> Script[T]:
     """Runs ``body`` on all ranks of ``team``; ``label`` must be equal.
 
-    All ranks end alike, or with the same error: after ``timeout_s``, and soon after a rank failed
-    or was silent for ``lost_after_s``. On the failed rank, the error is the original or caused by
-    it.
+    All ranks end alike, or with the same error: after ``timeout_s``, and soon after a rank failed,
+    left the ``topic`` or was silent for ``lost_after_s``. On the failed rank, the error is the
+    original or caused by it.
     """
     if team is None:
         return (yield from body(Alone(decisions)))
-    together = Together(team, label, options, decisions)
+    together = Together(team, label, options, decisions, b"" if topic is None else topic.name)
     try:
-        return (yield from body(together))
+        result = yield from body(together)
+        if topic is not None:
+            topic.note(team, together.scope)
+        return result
     except Exception as error:
         yield from together.fail(error)
         raise
@@ -83,6 +89,8 @@ def announce(
     options: Options,
     work: Callable[[], Script[Any]],
     refusal: Exception | None = None,
+    *,
+    topic: Topic | None = None,
 ) -> Script[Any]:
     """Runs ``work`` on rank 0; returns its result, of msgpack's types, on all ranks, or its error.
 
@@ -90,6 +98,7 @@ def announce(
 
     Args:
         refusal: Raised on all ranks instead: the others must not wait for this one.
+        topic: See ``call_together``.
     """
 
     def body(rounds: Rounds) -> Script[Any]:
@@ -100,7 +109,7 @@ def announce(
             payload = msgspec.msgpack.encode((yield from work()))
         return msgspec.msgpack.decode((yield from rounds.arrive(payload)))
 
-    return (yield from call_together(team, label, options, _Announcement(), body))
+    return (yield from call_together(team, label, options, _Announcement(), body, topic=topic))
 
 
 def fail_next(team: Team, options: Options, failure: Failure) -> None:
@@ -109,6 +118,27 @@ def fail_next(team: Team, options: Options, failure: Failure) -> None:
     Does not wait.
     """
     Together(team, None, options, _Announcement()).close(failure)
+
+
+class Topic:
+    """What several calls are about, such as one manager on all ranks.
+
+    The first call that succeeds names it: only then is it known what belongs together.
+    """
+
+    def __init__(self) -> None:
+        self.name = b""
+        self._team: Team | None = None
+
+    def note(self, team: Team, scope: str) -> None:
+        if team is not self._team:
+            self._team = team
+            self.name = hashlib.blake2b(scope.encode(), digest_size=8).digest()
+
+    def leave(self, how: str) -> None:
+        """Fails later calls of the other ranks; ``how`` tells them why. Does not wait."""
+        if self._team is not None:
+            self._team.leave(self.name, how)
 
 
 class _Announcement:
@@ -157,16 +187,22 @@ class Together:
 
     Args:
         label: None: the call must fail.
+        topic: See ``Team.begin``.
     """
 
     def __init__(
-        self, team: Team, label: Label | None, options: Options, decisions: Decisions
+        self,
+        team: Team,
+        label: Label | None,
+        options: Options,
+        decisions: Decisions,
+        topic: bytes = b"",
     ) -> None:
         self.team = team
         self.rank = team.rank
         self._host = Host.get()
         self._aborted = restore_aborted if label and not label.kind.is_save else save_aborted
-        self._call = team.begin(label, options)
+        self._call = team.begin(label, options, topic=topic)
         self._participant = ParticipantActor(
             machine=Participant(rank=team.rank),
             end=self._call.participant,

@@ -78,7 +78,7 @@ class TakeCall:
             error fails the save on all ranks.
         returns_failed: Other ranks may have returned before the save failed, so this one returns as
             well: ``Save.finished`` has the error.
-        joins_promptly: See ``Team.begin``.
+        joins_promptly, topic: See ``Team.begin``.
         nonce: See ``Label``.
         output: Shows the progress of earlier saves, too; None: of this one only.
     """
@@ -100,6 +100,7 @@ class TakeCall:
     capture: Callable[[Sequence[int], int], Captured] | None = None
     returns_failed: bool = False
     joins_promptly: bool = False
+    topic: bytes = b""
     nonce: str = ""
     output: Output | None = None
     begun_s: float = field(default_factory=time.monotonic)
@@ -279,6 +280,7 @@ def _prepare_in_team(call: TakeCall, is_async: bool, team: Team) -> Script[Save]
         options,
         begun_s=call.begun_s,
         joins_promptly=call.joins_promptly,
+        topic=call.topic,
     )
     try:
         return (yield from _prepare(call, is_async, team.ranks, membership))

@@ -129,6 +129,7 @@ class Team(TeamMemory):
         *,
         begun_s: float | None = None,
         joins_promptly: bool = False,
+        topic: bytes = b"",
     ) -> TeamCall:
         """Takes the number of the next call, and reports its label. Close the result.
 
@@ -140,6 +141,7 @@ class Team(TeamMemory):
             begun_s: Start of ``Options.timeout_s``, of ``time.monotonic``; None: now.
             joins_promptly: All ranks must have begun after ``Options.lost_after_s``, not only after
                 ``timeout_s``.
+            topic: The call fails if a rank has left it (``leave``). Empty: none.
 
         Raises:
             UsageError: In a fork of the owner's process.
@@ -150,6 +152,7 @@ class Team(TeamMemory):
             options,
             time.monotonic() if begun_s is None else begun_s,
             joins_promptly,
+            topic,
         )
         self._host.submit(call.start())
         return call
@@ -161,10 +164,21 @@ class Team(TeamMemory):
         *,
         begun_s: float | None = None,
         joins_promptly: bool = False,
+        topic: bytes = b"",
     ) -> Membership:
         """See ``begin``."""
-        call = self.begin(label, options, begun_s=begun_s, joins_promptly=joins_promptly)
+        call = self.begin(
+            label, options, begun_s=begun_s, joins_promptly=joins_promptly, topic=topic
+        )
         return Membership(self, call)
+
+    def leave(self, topic: bytes, how: str) -> None:
+        """Tells the others that this rank makes no more calls about ``topic``.
+
+        From any thread; does not wait.
+        """
+        with contextlib.suppress(RuntimeError):  # the runtime was stopped
+            self._host.call_soon(lambda: self.port.invitations.leave(topic, how))
 
     @property
     def can_be_continued(self) -> bool:
@@ -214,6 +228,7 @@ class TeamCall:
         options: Options,
         begun_s: float,
         joins_promptly: bool = False,
+        topic: bytes = b"",
     ) -> None:
         timeout_s, limit = options.timeout_s, "timeout_s"
         if joins_promptly and options.lost_after_s < timeout_s:
@@ -223,8 +238,7 @@ class TeamCall:
         self._has_label = label is not None
         label = label or Label(CallKind.TAKE, "")
         tag = label.digest if self._has_label else b""
-        self._save = self._port.begin(lost_after_s=options.lost_after_s, tag=tag)
-        self._first_number = self._save.number
+        self._save = self._port.begin(lost_after_s=options.lost_after_s, tag=tag, topic=topic)
         self._is_closed = False
         self.participant = Caller(
             self._save.participant,
@@ -282,11 +296,12 @@ class TeamCall:
         return True
 
     async def _renew_all(self, aborted: Aborted) -> bool:
-        """``_renew`` on rank 0, once; sends ``aborted`` to ranks of the old number."""
-        if self.number != self._first_number or not self._renew():
+        """``_renew`` on rank 0; sends ``aborted`` to ranks of the old number."""
+        ended = self.number
+        if not self._renew():
             return False
         for rank in range(1, self._port.world_size):
-            self._port.send_down(rank, self._first_number, aborted)
+            self._port.send_down(rank, ended, aborted)
         assert self.coordinator is not None
         assert self._save.coordinator is not None
         self.coordinator.move(self._save.coordinator)

@@ -52,10 +52,13 @@ class PeerLost(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="
     Attributes:
         rank: At a participant's end always 0, the coordinator's.
         silent_s: Seconds of silence; 0.0 if the rank has left.
+        how: The rank has left the topic of the call, which it had not begun: what it did. Else
+            empty.
     """
 
     rank: int
     silent_s: float
+    how: str = ""
 
 
 class Broken(msgspec.Struct, frozen=True, kw_only=True, array_like=True, tag="Broken"):

@@ -7,6 +7,9 @@ has not communicated yet says hello when an invitation comes, or when it has a m
 
 Invited calls are short: they have a bound in place of heartbeats. Rank 0 refuses messages for a
 call that has ended, so a rank that joins late does not wait. On the runtime's loop only.
+
+Ordinary calls may have a topic, too. A rank that leaves it takes no part in later calls about it,
+and says so: another rank to rank 0, rank 0 to all.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -54,6 +57,10 @@ class Mail(Protocol):
 
     def send_up(self, number: int, message: ToCoordinator) -> None: ...
     def send_down(self, to: int, number: int, message: FromCoordinator) -> None: ...
+
+    def on_gone(self, topic: bytes, rank: int, how: str) -> None:
+        """The rank has left the topic."""
+        ...
 
 
 class InvitedCall:
@@ -112,6 +119,8 @@ class Invitations:
         self._open: dict[int, InvitedCall] = {}
         self._listeners: dict[bytes, Listener] = {}
         self._kept: deque[tuple[int, Invite] | SaveWanted] = deque(maxlen=_MAX_KEPT)
+        # By topic: the ranks that have left it, and how. None: this rank has.
+        self._gone: dict[bytes, dict[int, str] | None] = {}
         self._last = NO_CALL
         self._broken: str | None = None
         self._num_topics: dict[str, int] = {}
@@ -149,7 +158,22 @@ class Invitations:
         """Tells rank 0. On other ranks."""
         self._mail.send_up(NO_CALL, wanted)
 
+    def leave(self, topic: bytes, how: str) -> None:
+        """Tells the ranks that would wait for this one; ``how`` is for people."""
+        self._gone[topic] = None
+        failure = Failure(reason=how, stage=Stage.JOIN, rank=self.rank)
+        if self.rank:
+            self._mail.send_up(NO_CALL, Failed(self.rank, failure, topic))
+            return
+        for rank in range(1, self.world_size):
+            if rank not in self._mail.left:
+                self._mail.send_down(rank, NO_CALL, Aborted(failure, topic))
+
     # For the port
+
+    def gone(self, topic: bytes) -> Mapping[int, str]:
+        """Returns the ranks that have left the topic, and how."""
+        return self._gone.get(topic) or {}
 
     def on_message(self, number: int, message: ToCoordinator | FromCoordinator) -> None:
         call = self._open.get(number)
@@ -157,6 +181,10 @@ class Invitations:
             self._on_wanted(message)
         elif isinstance(message, Invite):
             self._on_invite(number, message)
+        elif number == NO_CALL and isinstance(message, Failed):
+            self._on_gone(message.left, message.rank, message.failure.reason)
+        elif number == NO_CALL and isinstance(message, Aborted):
+            self._on_gone(message.label, 0, message.failure.reason)
         elif call is not None:
             call.ends.put(isinstance(message, Arrived | Failed), message)
         elif isinstance(message, Arrived):
@@ -198,6 +226,12 @@ class Invitations:
             self._kept.append((number, invite))
         elif number not in self._open:
             listener.invited(self._begin(number, invite.bound_s))
+
+    def _on_gone(self, topic: bytes, rank: int, how: str) -> None:
+        gone = self._gone.setdefault(topic, {})
+        if gone is not None:
+            gone[rank] = how
+            self._mail.on_gone(topic, rank, how)
 
     def _on_wanted(self, wanted: SaveWanted) -> None:
         listener = self._listeners.get(wanted.topic)

@@ -108,11 +108,11 @@ class _End:
         if rank not in self._reported:
             self._heard[rank] = now
 
-    def lose(self, rank: int, silent_s: float) -> None:
+    def lose(self, rank: int, silent_s: float, how: str = "") -> None:
         self._heard.pop(rank, None)
         if rank not in self._reported:
             self._reported.add(rank)
-            self.put(PeerLost(rank=rank, silent_s=silent_s))
+            self.put(PeerLost(rank=rank, silent_s=silent_s, how=how))
 
     def close(self) -> None:
         self._is_closed = True
@@ -212,12 +212,16 @@ class StoreSave:
     Attributes:
         number: Equal on all ranks, if all begin their saves in the same order.
         tag: See ``Began``.
+        topic: Ranks that have left it (``Invitations.leave``) do not begin this save.
     """
 
-    def __init__(self, port: StorePort, number: int, lost_after_s: float, tag: bytes) -> None:
+    def __init__(
+        self, port: StorePort, number: int, lost_after_s: float, tag: bytes, topic: bytes
+    ) -> None:
         self._port = port
         self.number = number
         self.tag = tag
+        self.topic = topic
         self.lost_after_s = lost_after_s
         self.participant = StoreParticipant(port, number, lost_after_s)
         self.coordinator: StoreCoordinator | None = None
@@ -234,6 +238,14 @@ class StoreSave:
         """Prefix for keys in the store: unique to this save, equal on all ranks."""
         port = self._port
         return f"actorsnap/{port.namespace}/{(port.session or b'').hex()}/{self.number}"
+
+    def miss(self, rank: int, how: str) -> None:
+        """The rank does not begin this save, unless it has. On the loop."""
+        if self.coordinator is None:
+            if not self.participant.is_coordinated:
+                self.participant.lose(rank, 0.0, how)
+        elif rank not in self.coordinator._begun:
+            self.coordinator.lose(rank, 0.0, how)
 
     def close(self) -> None:
         """Thread-safe and idempotent."""
@@ -335,13 +347,19 @@ class StorePort:
         return self._fault is not None or self._is_closing
 
     def begin(
-        self, *, lost_after_s: float = 30.0, number: int | None = None, tag: bytes = b""
+        self,
+        *,
+        lost_after_s: float = 30.0,
+        number: int | None = None,
+        tag: bytes = b"",
+        topic: bytes = b"",
     ) -> StoreSave:
         """Begins a save. From any thread, in the same order on all ranks.
 
         Args:
             number: Larger than all before. None: the next one.
             tag: See ``Began``; empty: none.
+            topic: See ``StoreSave``; empty: none.
 
         Raises:
             UsageError: The process was forked from the port's.
@@ -356,18 +374,21 @@ class StorePort:
                 number = self.next_number
             assert number >= self.next_number
             self.next_number = number + 1
-            save = StoreSave(self, number, lost_after_s, tag)
+            save = StoreSave(self, number, lost_after_s, tag, topic)
             self._run_on_loop(lambda: self._register(save))
             return save
 
     def begin_after(self, save: StoreSave) -> StoreSave | None:
-        """Begins the save after ``save``, with its tag, unless it has begun. On the loop."""
+        """Begins the next save, with the tag and topic of ``save``, unless it has begun.
+
+        On the loop.
+        """
         with self._numbering:
             number = self.next_number
             if number != save.number + 1:
                 return None
             self.next_number = number + 1
-        following = StoreSave(self, number, save.lost_after_s, save.tag)
+        following = StoreSave(self, number, save.lost_after_s, save.tag, save.topic)
         # Its messages must not overtake its heartbeat.
         self._register(following)
         return following
@@ -538,6 +559,11 @@ class StorePort:
             self._on_frame_down(arrived)
         self._set_beat()
 
+    def on_gone(self, topic: bytes, rank: int, how: str) -> None:
+        for save in self._open.values():
+            if save.topic == topic:
+                save.miss(rank, how)
+
     def _on_coordinator_left(self) -> None:
         self.session = None
         self._awaited.clear()
@@ -627,6 +653,8 @@ class StorePort:
         for arrived in self._kept.pop(number, ()):
             self._heard(number, arrived.frame.sender)
             self._deliver(save, arrived)
+        for rank, how in self.invitations.gone(save.topic).items():
+            save.miss(rank, how)
         if save.coordinator is not None:
             for rank in self._mailbox.present:
                 self._heard(number, rank)

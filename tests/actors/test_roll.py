@@ -14,7 +14,7 @@ from actorsnap.actors.roll import Caller, Roll
 from actorsnap.errors import UsageError
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import Aborted, Arrived, CallKind, Failed, Label, Labelled
-from actorsnap.protocol.roll import RollCall
+from actorsnap.protocol.roll import NO_LABEL, RollCall
 from actorsnap.transport.ends import Began, Broken, PeerLost
 from tests.support.network import SimulatedNetwork
 
@@ -182,6 +182,29 @@ async def test_a_lost_rank_had_not_called() -> None:
         await anyio.sleep(1.0)
         ranks.network._down[1].put(0.0, PeerLost(rank=0, silent_s=30.0))
     assert "it had not called take('/ckpt', step=7)" in ranks.failure(1).reason
+
+
+async def test_a_rank_that_has_left_makes_no_more_calls() -> None:
+    how = "closed its manager after step 7"
+    ranks = Ranks(3)
+    async with anyio.create_task_group() as tasks:
+        for rank in (0, 1):
+            tasks.start_soon(ranks.call, rank)
+        await anyio.sleep(1.0)
+        ranks.network._up.put(0.0, PeerLost(rank=2, silent_s=0.0, how=how))
+    for rank in (0, 1):
+        assert ranks.failure(rank).rank == 2
+        assert f"rank 2 {how}; it had not called take(" in ranks.failure(rank).reason
+    # Without rank 0, a rank withdraws: rank 0 may make another call with this number.
+    network = SimulatedNetwork(2)
+    network.begin(0)
+    network._down[1].put(0.0, PeerLost(rank=0, silent_s=0.0, how=how))
+    caller = Caller(network.participant(1), rank=1, label=LABEL, timeout_s=TIMEOUT_S)
+    caller.begin()
+    message = await caller.receive()
+    assert isinstance(message, Aborted)
+    assert message.failure.reason == f"rank 0 {how}; it had not called take('/ckpt', step=7)"
+    assert await network.coordinator().receive() == Failed(1, message.failure, NO_LABEL)
 
 
 async def test_after_a_refusal_only_losses_go_on() -> None:

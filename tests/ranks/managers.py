@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -214,6 +215,40 @@ def has_trouble(me: Rank, path: str, trouble: str, whom: int) -> dict[str, Any]:
         trainer.train(20)
         trainer.manager.close()
         return {**said, "steps": trainer.manager.all_steps()}
+
+
+def ends_early(me: Rank, path: str, whom: int, how: str, then: str) -> dict[str, Any]:
+    """One rank makes no more calls, and its process lives on; then all begin again."""
+    trainer = Trainer(path, me.rank)
+    trainer.train(0, 10)
+    said: list[dict[str, Any]] = []
+    if me.rank == whom:
+        if then == "waits":
+            time.sleep(0.5)  # the others wait in their call
+        with suppress(ValueError), trainer.manager:
+            if how == "fails":
+                raise ValueError("bad batch")
+            if how == "unsaved":
+                trainer.train(12)
+    if then != "waits":
+        dist.barrier()
+    manager = trainer.manager
+    if me.rank != whom:
+        if then == "saves twice":
+            said = [outcome(partial(trainer.train, step)) for step in (20, 30)]
+        elif then == "restores":
+            said = [outcome(manager.restore_latest)]
+        elif then == "closes":
+            trainer.train(12)
+        else:
+            said = [outcome(lambda: trainer.train(20))]
+        said.append(outcome(manager.close))
+    dist.barrier()
+    after = Trainer(path, me.rank)
+    found = after.restored()["found"]
+    after.train(20, 30)
+    after.manager.close()
+    return {"said": said, "found": found, "steps": after.manager.all_steps()}
 
 
 class HeldWrites(Wrapper):
@@ -440,7 +475,7 @@ def drifts(me: Rank, path: str) -> Any:
 _SCENARIOS: dict[str, Callable[..., Any]] = {
     scenario.__name__: scenario
     for scenario in (
-        *(falls_back, finds_none, is_taken, differs, objects, has_trouble, fails_apart),
+        *(falls_back, finds_none, is_taken, differs, objects, has_trouble, ends_early, fails_apart),
         *(is_idle, like_xla, saves, shows_progress, has_tier, drifts),
     )
 }

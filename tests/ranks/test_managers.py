@@ -144,6 +144,48 @@ def test_a_failure_that_only_close_can_raise(director: Director, tmp_path: Path)
     assert (saved, steps) == ([0, 2], [0, 3])  # it saves the last step first
 
 
+@pytest.mark.few
+@each_size
+@pytest.mark.parametrize("whom", [1, 0])
+@pytest.mark.parametrize(
+    ("how", "then", "calls"),
+    [
+        ("closes", "saves twice", 2),
+        ("fails", "waits", 1),
+        ("unsaved", "saves", 1),
+        ("closes", "restores", 1),
+        ("closes", "closes", 0),
+    ],
+)
+def test_a_rank_that_ends_early_is_named_by_the_others_at_once(
+    director: Director,
+    tmp_path: Path,
+    num_ranks: int,
+    whom: int,
+    how: str,
+    then: str,
+    calls: int,
+) -> None:
+    said = play(director, tmp_path, "ends_early", num_ranks, whom=whom, how=how, then=then)
+    assert same(said, "found", "steps") == [10, [0, 10, 20, 30]]
+    did = {
+        "closes": "closed its manager after step 10",
+        "fails": "left its manager with an error after step 10: ValueError: bad batch",
+        "unsaved": "closed its manager after step 12",
+    }[how]
+    for rank, one in enumerate(said):
+        if rank == whom:
+            continue
+        *failed, closed = one["said"]
+        assert len(failed) == calls
+        for each in failed:
+            assert each["error"] == ("RestoreAborted" if then == "restores" else "SnapshotAborted")
+            assert (each["rank"], each["stage"]) == (whom, "join")
+            assert f"rank {whom} {did}; it had not called " in each["text"]
+        assert closed["error"] == ""
+        assert all(each["seconds"] < OPTIONS.lost_after_s for each in one["said"])
+
+
 @each_size
 @pytest.mark.parametrize("what", ["goes_back", "save", "restore_latest", "restore"])
 def test_the_objection_of_one_is_raised_by_all(

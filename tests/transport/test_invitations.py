@@ -27,6 +27,7 @@ class FakeMail:
         self.left: Sequence[int] = ()
         self.ports = ports
         self.sent: list[Any] = []
+        self.told: list[tuple[bytes, int, str]] = []
         self.invitations = Invitations(self)
 
     def send_up(self, number: int, message: Any) -> None:
@@ -36,6 +37,9 @@ class FakeMail:
     def send_down(self, to: int, number: int, message: Any) -> None:
         self.sent.append(message)
         self.ports[to].invitations.on_message(number, message)
+
+    def on_gone(self, topic: bytes, rank: int, how: str) -> None:
+        self.told.append((topic, rank, how))
 
 
 @pytest.fixture
@@ -125,6 +129,22 @@ async def test_ranks_that_leave(ports: list[FakeMail]) -> None:
     assert await participant.receive() == PeerLost(rank=0, silent_s=0.0)
     heard.close()
     call.close()
+
+
+def test_ranks_that_leave_a_topic(ports: list[FakeMail]) -> None:
+    first, second, third = (port.invitations for port in ports)
+    second.leave(TOPIC, "closed it")
+    third.leave(b"another", "closed it")
+    assert first.gone(TOPIC) == {1: "closed it"}
+    assert ports[0].told == [(TOPIC, 1, "closed it"), (b"another", 2, "closed it")]
+    # Only rank 0 tells all, except those that have gone.
+    assert [port.told for port in ports[1:]] == [[], []]
+    ports[0].left = [1]
+    first.leave(TOPIC, "left it")
+    assert (second.gone(TOPIC), third.gone(TOPIC)) == ({}, {0: "left it"})
+    # Nothing is kept for what was left.
+    third.leave(TOPIC, "closed it")
+    assert (first.gone(TOPIC), len(ports[0].told), third.gone(TOPIC)) == ({}, 2, {})
 
 
 async def test_a_store_that_breaks(ports: list[FakeMail]) -> None:

@@ -292,6 +292,41 @@ async def test_the_coordinator_takes_its_leave(store: Any, open_port: Opener) ->
     assert await received(new.coordinator) == ask(1, b"following")
 
 
+async def test_a_rank_leaves_a_topic(store: Any, open_port: Opener) -> None:
+    ports = [open_port(store, rank, world_size=3) for rank in (0, 1)]
+    begun = [port.begin(tag=b"tag", topic=b"topic") for port in ports]
+    await begun[1].participant.send(ask(1))
+    assert await received(begun[0].coordinator) == Began(rank=0, tag=b"tag")
+    assert await received(begun[0].coordinator) == Began(rank=1, tag=b"tag")
+    assert await received(begun[0].coordinator) == ask(1)
+    waiting, other = ports[0].begin(topic=b"topic"), ports[0].begin(topic=b"other")
+    ports[1].invitations.leave(b"topic", "closed it")
+    lost = PeerLost(rank=1, silent_s=0.0, how="closed it")
+    assert await received(waiting.coordinator) == lost
+    assert await received(coordinator(ports[0].begin(topic=b"topic"))) == lost
+    # It goes on with what it has begun, and with other topics.
+    await begun[1].participant.send(ask(1, b"more"))
+    assert await received(begun[0].coordinator) == ask(1, b"more")
+    ports[1].begin(number=other.number, tag=b"tag")
+    assert await received(other.coordinator) == Began(rank=1, tag=b"tag")
+
+
+async def test_the_coordinator_leaves_a_topic(store: Any, open_port: Opener) -> None:
+    ports = [open_port(store, rank) for rank in (0, 1)]
+    begun = [port.begin(topic=b"topic") for port in ports]
+    await begun[1].participant.send(ask(1))
+    assert await received(begun[0].coordinator) == ask(1)
+    await coordinator(begun[0]).send(1, tell("begun"))
+    waiting = ports[1].begin(topic=b"topic")
+    ports[0].invitations.leave(b"topic", "closed it")
+    lost = PeerLost(rank=0, silent_s=0.0, how="closed it")
+    assert await received(waiting.participant) == lost
+    assert await received(ports[1].begin(topic=b"topic").participant) == lost
+    await coordinator(begun[0]).send(1, tell("more"))
+    assert await received(begun[1].participant) == tell("begun")
+    assert await received(begun[1].participant) == tell("more")
+
+
 @pytest.mark.parametrize("store", [slow("tcp"), "dict"], indirect=True)
 async def test_silence(store: Any, open_port: Opener) -> None:
     ports = [open_port(store, rank, world_size=3) for rank in (0, 1)]
