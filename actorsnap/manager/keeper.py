@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -55,6 +56,8 @@ MAX_PASS_S = 120.0
 _MAX_NAMED = 4
 """Most steps that a log line names."""
 
+_CHECKPOINT_NAME = re.compile(r"(checkpoint|ckpt|epoch|iter|step)\D*(\d+).*", re.IGNORECASE)
+
 _LOST_COMMIT = "its commit object is gone: `actorsnap recover` writes it again"
 
 
@@ -104,6 +107,8 @@ class Search:
                 return self._found()
         if not self._allow_fresh:
             yield from self._check_fresh([name for name in names if name not in self._damaged])
+        if not self._listing.names:
+            yield from self._root.source.perform("find the latest", _warn_of_other_checkpoints)
         return {"name": "", "skipped": self._pairs}
 
     def _found(self, *, is_last: bool = False) -> dict[str, Any]:
@@ -176,6 +181,25 @@ class Search:
     @property
     def _pairs(self) -> list[tuple[str, str]]:
         return [*self._skipped.items()]
+
+
+async def _warn_of_other_checkpoints(opened: OpenSource) -> None:
+    """Logs if the root of a new run is a checkpoint itself, or a folder of others."""
+    url = opened.source.location.display_url
+    try:
+        await opened.reader.commit()
+        found = url
+    except ActorSnapError:
+        names = await opened.storage.list_folders()
+        numbers = {m[0]: int(m[2]) for m in map(_CHECKPOINT_NAME.fullmatch, names) if m}
+        if not numbers:
+            return
+        found = f"{url}/{max(numbers, key=lambda name: numbers[name])}"
+    logger.warning(
+        "%s: a new run begins, although a checkpoint is at %s. To continue from it, call "
+        "Snapshot(%r).restore(app_state) if restore_latest() returns None",
+        *(url, found, found),
+    )
 
 
 class StepSearch(Search):

@@ -166,6 +166,21 @@ def test_damage_everywhere_is_no_fresh_start(root: Path, caplog: pytest.LogCaptu
     assert "so train may be partly overwritten: make them again" in caplog.text
 
 
+def test_another_app_state_than_the_saved_one(root: Path) -> None:
+    """A manager does not take what the advice of the error names."""
+    first = Run(root)
+    first.train(0)
+    first.close()
+    with CheckpointManager(root, {"other": StateDict(x=1)}) as manager:
+        for call in (manager.restore_latest, lambda: manager.restore(0)):
+            with pytest.raises(IncompatibleState) as caught:
+                call()
+            (note,) = caught.value.__notes__
+            url = f"{root}/step-0000000000.g1"
+            assert note.startswith(f"The snapshot is {url}. A manager's restore")
+            assert f'call Snapshot("{url}").restore instead' in note
+
+
 def test_what_a_restore_found_damaged_counts_as_damaged(root: Path) -> None:
     first = Run(root, keep=keep.all())
     first.train(0, 100, 200)
@@ -444,6 +459,25 @@ def test_the_call_that_raises_an_earlier_failure_saves_its_step(
         run.manager = CheckpointManager(faulty_url(root), {"train": run.state})
         run.manager.restore(102)
         run.check(102)
+
+
+def test_other_checkpoints_at_the_root_of_a_new_run_are_named(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"own": StateDict(x=torch.zeros(3))}
+    (tmp_path / "runs" / "logs-1").mkdir(parents=True)
+    with CheckpointManager(tmp_path / "runs", state, save=every.steps(1)) as manager:
+        assert manager.restore_latest() is None
+    assert caplog.records == []
+    for number in (900, 1000):
+        Snapshot.take(tmp_path / f"runs/step-{number}", state)
+    caplog.clear()
+    for root, found in (("runs", "runs/step-1000"), ("runs/step-900", "runs/step-900")):
+        with CheckpointManager(tmp_path / root, state, save=every.steps(1)) as manager:
+            assert manager.restore_latest() is None
+        (line,) = [record.getMessage() for record in caplog.records]
+        assert f"a checkpoint is at {tmp_path}/{found}. To continue from it, call" in line
+        caplog.clear()
 
 
 @pytest.mark.parametrize("is_async", [True, False])
