@@ -211,6 +211,6 @@ class RollCall:
             shown.append(f"{named_ranks(self._absent)}: no call yet")
         return (
             f"the ranks make different calls: {'; '.join(shown)}. Every rank must make the "
-            "same calls in the same order. Find the rank that skipped or repeated a call, or whose "
-            "manager has another save= policy"
+            "same calls in the same order. Find the rank that skipped or repeated a call, passed "
+            "another path, ended its loop early, or whose manager has another save= policy"
         )
