@@ -2,7 +2,7 @@
 """Hooks of mkdocs: pages made from files outside ``docs``, and a check of the built site.
 
 - The benchmarks, the examples, CONTRIBUTING.md, the decisions and the changelog become pages.
-- Links to these files, which work in a checkout, lead to their pages.
+- Links to these files, which work in a checkout, lead to their pages. A notebook can be downloaded.
 - A page that a docstring names becomes a link.
 - The build fails if a page has a broken link, or makes a browser ask another host.
 """
@@ -61,17 +61,20 @@ def generated_pages() -> Iterator[tuple[str, str]]:
     for path in sorted((ROOT / "examples").glob("*.py")):
         yield f"examples/{path.stem}.md", f"# {path.name}\n\n```python\n{path.read_text()}```\n"
     for path in sorted((ROOT / "examples").glob("*.ipynb")):
-        yield f"examples/{path.stem}.md", _notebook(json.loads(path.read_text()))
+        download = f"[Download {path.name}]({path.name})"
+        yield f"examples/{path.stem}.md", _notebook(json.loads(path.read_text()), download)
+        yield f"examples/{path.name}", path.read_text()
     yield "decisions/index.md", _decisions()
     yield "changelog.md", _changelog()
 
 
-def _notebook(notebook: Any) -> str:
+def _notebook(notebook: Any, download: str) -> str:
+    """The cells, with a link to the file after the first one, which has the title."""
     cells = []
     for cell in notebook["cells"]:
         source = "".join(cell["source"])
         cells.append(f"```python\n{source}\n```" if cell["cell_type"] == "code" else source)
-    return "\n\n".join(cells) + "\n"
+    return "\n\n".join([cells[0], download, *cells[1:]]) + "\n"
 
 
 def _decisions() -> str:
@@ -102,23 +105,29 @@ def _topic(fragment: Path) -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Leads links to files outside ``docs`` to their pages."""
-    folder = posixpath.dirname(page.file.src_path)
+    """Leads links to files outside ``docs`` to their pages, those to notebooks also to the file."""
+    folder = posixpath.dirname(page.file.src_path) or "."
 
     def replace(match: re.Match[str]) -> str:
         outside = match[1].lstrip("./")
         target = _PAGES.get(outside)
-        if found := re.fullmatch(r"examples/(\w+)\.(?:py|ipynb)", outside):
+        if found := re.fullmatch(r"examples/(\w+)\.(py|ipynb)", outside):
             target = f"examples/{found[1]}.md"
         if target is None:
             return match[0]
-        return f"]({posixpath.relpath(target, folder or '.')}{match[2] or ''})"
+        link = f"]({posixpath.relpath(target, folder)}{match[2] or ''})"
+        if found and found[2] == "ipynb":
+            return f"]({posixpath.relpath(outside, folder)}), or [read it here{link}"
+        return link
 
     return re.sub(r"\]\(((?:\.\./)+[\w./-]+)(#[\w-]*)?\)", replace, markdown)
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Links the pages that docstrings name by their path in a checkout."""
+    """Links the pages that docstrings name by their path in a checkout.
+
+    Links to notebooks download them: browsers would show their JSON.
+    """
 
     def replace(match: re.Match[str]) -> str:
         if (target := files.get_file_from_path(match[1])) is None:
@@ -126,6 +135,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
         title = escape(target.content_string.partition("\n")[0].removeprefix("# "))
         return f'<a href="{target.url_relative_to(page.file)}">{title}</a>'
 
+    html = re.sub(r'<a (?=href="[^"]*\.ipynb")', "<a download ", html)
     return re.sub(r"<code>docs/([\w./-]+\.md)</code>", replace, html)
 
 

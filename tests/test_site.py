@@ -101,6 +101,8 @@ def test_pages_are_made_of_other_files() -> None:
     pages = dict(generated_pages())
     assert "nn.Sequential" in pages["examples/quickstart_sync.md"]
     assert "await Snapshot.take" in pages["examples/notebook.md"]
+    assert "(notebook.ipynb)" in pages["examples/notebook.md"]
+    assert pages["examples/notebook.ipynb"].startswith("{")
     assert "(0011-uploader-process.md)" in pages["decisions/index.md"]
     assert "## New" in pages["changelog.md"]
 
