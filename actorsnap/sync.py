@@ -53,7 +53,7 @@ def warm_up(nbytes: int, *, options: Options | None = None) -> None:
 
 @blocking_facade(snapshot.Snapshot)
 class Snapshot(SnapshotHandle):
-    """A handle to the saved app state at a URL, for scripts. Creating a handle does no I/O.
+    """A handle to the saved app state at a URL, without ``await``. Creating a handle does no I/O.
 
     A handle refers to its path, so each call reads the commit object again. If the snapshot is
     replaced while a call reads it, the call starts over, at most three times, and may then call
@@ -204,7 +204,7 @@ class Snapshot(SnapshotHandle):
 
 @blocking_facade(snapshot.PendingSnapshot)
 class PendingSnapshot(PendingHandle):
-    """A save in progress, for scripts. Call ``wait()``, or poll ``done()``.
+    """A save in progress. Call ``wait()`` for the result, or poll ``done()``.
 
     If you drop the handle, the save continues and a failure is logged as an error. At interpreter
     exit, ``Options.at_exit`` applies. Ctrl-C during a call leaves the save running.

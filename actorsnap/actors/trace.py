@@ -40,6 +40,9 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
         phase: ``staging`` until the trainer may overwrite its tensors, then ``storing``, then
             ``committed`` or ``aborted``.
         total_bytes: Bytes that this rank stores, including headers. 0 until they are planned.
+        staged_bytes: Bytes copied so far.
+        hashed_bytes: Bytes whose checksums are computed.
+        stored_bytes: Bytes stored so far.
     """
 
     phase: Phase = Phase.STAGING
@@ -50,6 +53,7 @@ class Progress(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_last(self) -> bool:
+        """Whether the save has ended: committed or aborted."""
         return self.phase in (Phase.COMMITTED, Phase.ABORTED)
 
 

@@ -26,7 +26,7 @@ class EventKind(StrEnum):
     """The trainer may go on."""
     COMMITTED = "committed"
     VERIFIED = "verified"
-    """The committed snapshot is intact. Rank 0 only, as those on deletions and drains."""
+    """The committed snapshot is intact. Rank 0 only, like the events about deletions and drains."""
     FAILED = "failed"
     """A save failed, or its snapshot is damaged."""
     PRUNED = "pruned"

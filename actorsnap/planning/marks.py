@@ -32,6 +32,7 @@ class Pin:
 
     @property
     def step(self) -> int:
+        """The pinned step."""
         return self.name.step
 
     def __str__(self) -> str:

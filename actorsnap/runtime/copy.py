@@ -94,7 +94,8 @@ class CopyEvent(msgspec.Struct, frozen=True, kw_only=True):
             event.
         key: Key of the object. Empty if the event concerns no object.
         nbytes: Size of the object, or bytes moved. Otherwise 0.
-        done_bytes, total_bytes: Bytes of the snapshot. Skipped bytes count as done.
+        done_bytes: Bytes of the snapshot that are copied so far. Skipped bytes count as copied.
+        total_bytes: Bytes of the whole snapshot.
     """
 
     kind: CopyEventKind
@@ -110,8 +111,10 @@ class CopyReport(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         attempt: Name of the attempt, the same on both sides.
         was_there: True if the copy was already committed, so nothing was done.
-        num_copied, copied_bytes: Number and size of the objects sent.
-        num_skipped, skipped_bytes: Those of the objects that an interrupted copy had completed.
+        num_copied: Number of objects sent.
+        copied_bytes: Size of the objects sent.
+        num_skipped: Number of objects that an interrupted copy had completed.
+        skipped_bytes: Size of the objects that an interrupted copy had completed.
     """
 
     attempt: str

@@ -16,7 +16,7 @@ from actorsnap.tracebacks import short_traceback
 
 @short_traceback
 def prime_optimizer(optimizer: torch.optim.Optimizer) -> None:
-    """Creates the state that an optimizer lacks before its first step, for a restore to fill.
+    """Creates the state that an optimizer has only after its first step, so a restore can fill it.
 
     Tensors get the shapes, dtypes, devices and placements that the optimizer would give them. For
     torch's own classes, they get the values before the first step, so training may continue without

@@ -33,7 +33,8 @@ class NamedRecord:
     ``Options.allowed_types``. Saving a ``NamedRecord`` stores the same record again.
 
     Attributes:
-        module, qualname: Module and qualified name of the class.
+        module: Module of the class.
+        qualname: Qualified name of the class.
         fields: Values by name, in order. An enum member has ``name`` and, if its value is a plain
             one, ``value``. A flag has only ``value``.
     """

@@ -195,6 +195,7 @@ class AdaptiveStorage(Wrapper):
         self._num_decreases = 0
 
     def statistics(self) -> AdaptiveStatistics:
+        """Returns the current limit and the number of calls."""
         limiter = self._limiter.statistics()
         return AdaptiveStatistics(
             level=int(self._level),

@@ -167,10 +167,12 @@ class FaultyStorage(Wrapper):
 
     @property
     def num_operations(self) -> int:
+        """Number of operations so far."""
         with self._lock:
             return self.counts.total()
 
     async def wait_stalled(self) -> None:
+        """Waits until an operation stalls."""
         await self._stalled.wait()
 
     async def around(
