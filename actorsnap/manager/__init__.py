@@ -71,6 +71,7 @@ class Decision:
     """The answer of ``maybe_save``. True if the step is saved.
 
     Attributes:
+        step: The step of the call.
         reason: Why the step is saved; empty if it is not.
         pending: The save in flight, a ``PendingSnapshot``.
     """
@@ -361,7 +362,9 @@ class CheckpointManager(ManagerHandle):
         does not cost steps.
 
         Args:
-            strict: See ``Snapshot.restore``. False verifies every byte first.
+            strict: See ``Snapshot.restore``. With False, each snapshot is checked as with
+                ``valid="full"``. If its damage were found only during the restore, values from it
+                could stay in leaves that the older snapshot does not have.
             valid: How to check a snapshot before the restore (level of ``Snapshot.verify``). The
                 restore itself also verifies the bytes that it reads.
             allow_fresh: Return None instead of raising ``NoValidSnapshot``.
