@@ -89,7 +89,14 @@ def did_you_mean(
         For example ``"did you mean 'compression'?"``; empty if no name is similar.
     """
     near = get_close_matches(str(name), list(known), n=limit, cutoff=cutoff)
-    return f"did you mean {' or '.join(repr(prefix + other) for other in near)}?" if near else ""
+    return f"did you mean {joined([repr(prefix + other) for other in near], 'or')}?" if near else ""
+
+
+def joined(names: Sequence[str], word: str = "and") -> str:
+    """Returns names as text, such as ``a, b and c``."""
+    if len(names) < 2:
+        return "".join(names)
+    return f"{', '.join(names[:-1])} {word} {names[-1]}"
 
 
 def named_ranks(ranks: Iterable[int]) -> str:
@@ -102,8 +109,7 @@ def named_ranks(ranks: Iterable[int]) -> str:
         shown += [f"{numbers[0]} to {numbers[-1]}"] if is_range else map(str, numbers)
     if len(shown) > _MAX_SHOWN_RANKS:
         shown[_MAX_SHOWN_RANKS:] = ["others"]
-    text = shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {text}"
+    return f"{'rank' if len(ordered) == 1 else 'ranks'} {joined(shown)}"
 
 
 def text_of(error: BaseException) -> str:
@@ -291,6 +297,8 @@ class StorageError(ActorSnapError):
 
     def _text(self) -> str:
         where = f"{self.key!r} in {self.backend}" if self.key else self.backend
+        if not self.key and self.detail.startswith(f"{where} "):
+            return self.detail
         return f"{self.detail or type(self).__name__} ({self.op} of {where})"
 
 
@@ -444,7 +452,7 @@ class IncompatibleState(ActorSnapError):
             return "Pass an out of the saved dtype and shape, or none."
         advice = ["strict=False restores what matches and reports the rest."]
         if self.missing:
-            advice.append("If leaves have other names, pass rename= to Snapshot.restore.")
+            advice.append("If leaves have other names, rename= of Snapshot.restore maps them.")
         if any(_DTYPES.search(line) for line in self.mismatched):
             advice.append("cast=True of Snapshot.restore converts floating-point dtypes.")
         return " ".join(advice)

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap import ActorSnapError, StorageError, UsageError, errors
-from actorsnap.errors import ChecksumMismatch, named_ranks
+from actorsnap.errors import ChecksumMismatch, did_you_mean, named_ranks
 from actorsnap.format.manifest import COMMIT_KEYS
 from actorsnap.runtime.script import _unwrap_group
 
@@ -146,3 +146,11 @@ def test_only_a_lost_commit_object_is_recovered() -> None:
 )
 def test_ranks_as_people_write_them(ranks: list[int], text: str) -> None:
     assert named_ranks(ranks) == text
+
+
+def test_similar_names() -> None:
+    known = ["alpha", "alphb", "alphc", "other"]
+    assert did_you_mean("alph", known, limit=3) == "did you mean 'alphc', 'alphb' or 'alpha'?"
+    assert did_you_mean("alph", known[:2], limit=3) == "did you mean 'alphb' or 'alpha'?"
+    assert did_you_mean("alph", known[:1], limit=3) == "did you mean 'alpha'?"
+    assert did_you_mean("zzz", known) == ""

@@ -22,6 +22,7 @@ from typing import Any
 from actorsnap.actors.abandonable import first_error
 from actorsnap.errors import (
     ActorSnapError,
+    IncompatibleState,
     RootTaken,
     SnapshotAborted,
     StorageError,
@@ -62,7 +63,7 @@ from actorsnap.runtime.location import (
     make_location,
     resolve_options,
 )
-from actorsnap.runtime.restore import RestoreReport
+from actorsnap.runtime.restore import Overwritten, RestoreReport
 from actorsnap.runtime.roots import METADATA_KEY, Root, is_damage
 from actorsnap.runtime.rounds import Topic, announce
 from actorsnap.runtime.save import Save
@@ -539,7 +540,7 @@ class ManagerBody:
         strict: bool,
     ) -> Script[Restored | None]:
         """Restores what rank 0 finds, on all ranks; after a failure, what it finds then."""
-        with restore.Overwritten() as overwritten:
+        with Overwritten() as overwritten:
             found = yield from self._search_by(kind, search, state, refusal, strict, overwritten)
         if found is None and overwritten.text:
             logger.warning(
@@ -556,7 +557,7 @@ class ManagerBody:
         state: AppState,
         refusal: Exception | None,
         strict: bool,
-        overwritten: restore.Overwritten,
+        overwritten: Overwritten,
     ) -> Script[Restored | None]:
         failure: Exception | None = None
         while True:
@@ -575,6 +576,9 @@ class ManagerBody:
             try:
                 report = yield from self._restore(place, name, state, strict, overwritten)
             except Exception as error:
+                if isinstance(error, IncompatibleState):
+                    call = "restore_latest" if kind is CallKind.RESTORE_LATEST else "restore"
+                    error.add_note(_advice_to_adapt(place.url_of(name), call))
                 if is_damage(error):
                     place.damaged[name] = describe(first_error(error))
                 if found["is_last"]:
@@ -598,7 +602,7 @@ class ManagerBody:
         name: StepName,
         state: AppState,
         strict: bool,
-        overwritten: restore.Overwritten,
+        overwritten: Overwritten,
     ) -> Script[RestoreReport]:
         settings = self._settings
         report = yield from restore.try_restore(
@@ -791,6 +795,14 @@ def _report_unclosed() -> None:
 
 def _nothing() -> Script[None]:
     yield from ()
+
+
+def _advice_to_adapt(url: str, call: str) -> str:
+    return (
+        f"The snapshot is {url}. A manager's {call}() has no rename=, cast= and keys=: to pass "
+        f'them, call Snapshot("{url}").restore instead. The next save then begins a new run, which '
+        "abandons the snapshots at this root."
+    )
 
 
 def _reasons(errors: Mapping[str, Exception]) -> dict[str, str]:

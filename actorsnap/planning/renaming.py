@@ -116,6 +116,13 @@ def paths_of(index: Index) -> list[str]:
     return [*(entry.path for entry in index.entries), *index.held_by_other_ranks]
 
 
+def origins_of(index: Index, rename: Rename) -> dict[str, str]:
+    """Returns the stored path of each new one that differs."""
+    change = function_of(rename)
+    pairs = [(change(path), path) for path in paths_of(index)]
+    return {new: path for new, path in pairs if new and new != path}
+
+
 def renamed(index: Index, rename: Rename) -> Index:
     """Returns an index with other paths.
 

@@ -24,7 +24,14 @@ from actorsnap.errors import (
 )
 from actorsnap.log import Log
 from actorsnap.planning.index import Index, Wants
-from actorsnap.planning.renaming import Rename, check_used, function_of, paths_of, renamed
+from actorsnap.planning.renaming import (
+    Rename,
+    check_used,
+    function_of,
+    origins_of,
+    paths_of,
+    renamed,
+)
 from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.messages import CallKind, Label
@@ -216,21 +223,29 @@ def try_restore(
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
 
     def body(rounds: Rounds) -> Script[RestoreReport]:
-        return _restore_by(rounds, source, app_state, selection, strict, progress, overwritten)
+        return restore_by(
+            *(rounds, source, app_state),
+            strict=strict,
+            progress=progress,
+            selection=selection,
+            overwritten=overwritten,
+        )
 
     return (yield from call_together(team, label, source.options, decisions, body))
 
 
-def _restore_by(
+def restore_by(
     rounds: Rounds,
     source: Source,
     app_state: AppState,
-    selection: Selection,
+    *,
     strict: bool,
-    progress: bool,
-    overwritten: Overwritten,
+    progress: bool = False,
+    selection: Selection = _EVERYTHING,
+    overwritten: Overwritten | None = None,
 ) -> Script[RestoreReport]:
     """Runs this rank's part, observed."""
+    overwritten = overwritten or Overwritten()
     observation, begun_s = observe("restore", source.options), time.monotonic()
     end = partial(
         observation.end,
@@ -401,6 +416,7 @@ def _compare(
         wants = _EVERY_LEAF if is_renamed else wanted_of(app_state, states)
         index = yield from _complete_index(source, begun, wants, alike)
         observation.caller.note(Work.INDEX)
+    stored = index
     if selection.rename is not None:
         check_used(selection.rename, paths_of(index))
         index = renamed(index, selection.rename)
@@ -410,6 +426,8 @@ def _compare(
         options=source.options,
         casts=selection.cast,
     )
+    if selection.rename is not None and compared.has_unexpected:
+        compared.name_as_stored(origins_of(stored, selection.rename))
     # Escaped names can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
     observation.caller.note(Work.COMPARE)

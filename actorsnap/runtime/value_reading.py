@@ -18,6 +18,7 @@ from actorsnap.planning.index import (
     Wants,
     ancestors,
 )
+from actorsnap.planning.renaming import renamed
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.partial_index import PartialIndex
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
@@ -93,13 +94,18 @@ def read_object(
     if number >= view.index.world_size:
         ranks = named_ranks(range(view.index.world_size))
         raise UsageError(f"{typed!r}: the snapshot has only {ranks}")
+    is_layer = _is_layer(view.index, path)
     try:
-        root = resolve(view.index.entries, path, view.index.held_by_other_ranks)
+        root = path
+        if not is_layer:
+            root = resolve(view.index.entries, path, view.index.held_by_other_ranks)
     except UsageError:
         yield from _check_absent(source, view.begun, path)
         raise
 
     def find(index: Index) -> KeyRestore:
+        if is_layer:
+            index = renamed(index, lambda path: _below_layer(path, root))
         return read_one(
             index.entries,
             root,
@@ -115,6 +121,20 @@ def read_object(
             source, view, root, find, memory_budget_bytes, owns_memory=owns_memory
         )
     )
+
+
+def _is_layer(index: Index, path: str) -> bool:
+    """Whether ``path`` is no leaf and no container, but the first part of names (``model/fc1``)."""
+    if "/" not in path:
+        return False
+    paths = [entry.path for entry in index.entries]
+    is_named = any(other == path or other.startswith(f"{path}/") for other in paths)
+    return not is_named and any(other.startswith(f"{path}.") for other in paths)
+
+
+def _below_layer(path: str, layer: str) -> str:
+    """Returns the path of a leaf as if the layer were a container."""
+    return f"{layer}/{path[len(layer) + 1 :]}" if path.startswith(f"{layer}.") else path
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +185,8 @@ def _look_below(source: Source, begun: PartialIndex, root: str) -> Script[Index]
     @cache
     def names(path: str) -> bool:
         path = path.partition("@")[0]
-        return path == root or path in above or root in ancestors(path)
+        is_below = root in ancestors(path) or path.startswith(f"{root}.")
+        return is_below or path == root or path in above
 
     wants = Wants(names, {})
     return (

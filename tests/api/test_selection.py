@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from actorsnap import IncompatibleState, Options, RestoreReport, StateDict, UsageError
 from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
+from actorsnap.runtime import partial_index
 from actorsnap.runtime.location import Location
 from actorsnap.runtime.restore import Selection, restore_by
 from actorsnap.runtime.rounds import Alone
@@ -115,6 +116,25 @@ def test_a_renamed_layer(tmp_path: Path, written_by: str) -> None:
             call({"model": new}, rename={"model/fcl": "model/encoder"})
 
 
+def test_a_rename_to_a_name_that_the_app_state_lacks(tmp_path: Path) -> None:
+    snapshot = Snapshot.take(tmp_path / "s", {"model": torch.nn.Sequential(linear(3), linear(4))})
+    model = torch.nn.ModuleDict({"one": linear(0), "1": linear(0)})
+    rename = {"model/0": "model/oen"}
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"model": model}, rename=rename)
+    assert set(caught.value.unexpected) == {"model/0.weight", "model/0.bias"}
+    (hint,) = caught.value.hints
+    assert hint == (
+        "rename= turns 'model/0.weight' into 'model/oen.weight', which has no place in the app "
+        "state"
+    )
+    assert "pass rename=" not in str(caught.value)
+    report = snapshot.restore({"model": model}, rename=rename, strict=False)
+    assert set(report.unexpected) == {"model/0.weight", "model/0.bias"}
+    assert set(report.missing) == {"model/one.weight", "model/one.bias"}
+    assert snapshot.plan_restore({"model": model}, rename=rename).unexpected == report.unexpected
+
+
 def test_a_layer_becomes_a_key(tmp_path: Path) -> None:
     Snapshot.take(tmp_path / "s", {"model": torch.nn.Sequential(linear(3), linear(4))})
     layer = linear(0)
@@ -126,6 +146,25 @@ def test_a_layer_becomes_a_key(tmp_path: Path) -> None:
         Snapshot(tmp_path / "s").restore(
             {"model": layer}, rename={"model/0": "model", "model/1": "model"}
         )
+
+
+@pytest.mark.parametrize("few", [0, 64], ids=["in parts", "whole"])
+def test_a_layer_is_read(tmp_path: Path, few: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partial_index, "FEW_RANKS", few)
+    body = torch.nn.Sequential(linear(3), linear(4))
+    model = torch.nn.ModuleDict({"body": body, "body2": linear(5)})
+    snapshot = Snapshot.take(tmp_path / "s", {"model": model, "own": StateDict({"a.b": [1, 2]})})
+    found = snapshot.read_object("model/body")
+    assert list(found) == list(body.state_dict())
+    body.load_state_dict(found)
+    assert is_all(body[1], 4)
+    assert [*snapshot.read_object("0/model/body.1")] == ["weight", "bias"]
+    assert snapshot.read_object("own/a") == {"b": [1, 2]}
+    for path in ("model/bod", "model/body.", "mod"):
+        with pytest.raises(UsageError, match="the snapshot has no path"):
+            snapshot.read_object(path)
+    with pytest.raises(IncompatibleState, match="model/body: a container in the snapshot"):
+        snapshot.read_object("model/body", out=torch.ones(4))
 
 
 def test_a_key_becomes_a_layer(tmp_path: Path) -> None:
