@@ -163,8 +163,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
 
     def __post_init__(self) -> None:
         for name in ("fsync", "verify", "allow_pickle", "allow_optimizer_change", "detach"):
-            if not isinstance(getattr(self, name), bool):
-                raise UsageError(f"Options.{name} must be True or False")
+            if not isinstance(value := getattr(self, name), bool):
+                raise UsageError(f"Options.{name} must be True or False, not {value!r}")
         self._check_types()
         self._check_seconds("timeout_s", 0.0)
         self._check_seconds("lost_after_s", MIN_LOST_AFTER_S)
@@ -232,12 +232,16 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
         value = getattr(self, name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not above < value <= _MAX_TIMEOUT_S:
-            raise UsageError(f"Options.{name} must lie in ({above:g}, {_MAX_TIMEOUT_S}]")
+            raise UsageError(
+                f"Options.{name} must lie in ({above:g}, {_MAX_TIMEOUT_S}], not {value!r}"
+            )
 
     def _check(self, name: str, minimum: int) -> None:
         value = getattr(self, name)
         if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-            raise UsageError(f"Options.{name} must be an integer of at least {minimum}")
+            raise UsageError(
+                f"Options.{name} must be an integer of at least {minimum}, not {value!r}"
+            )
 
 
 def chunk_within(chunk_bytes: int, budget_bytes: int) -> int:

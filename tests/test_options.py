@@ -68,8 +68,15 @@ def test_options_are_checked_by_the_type_checker() -> None:
 
 @pytest.mark.parametrize("budget", ["64", 2.0 * MIB, True, MIN_CHUNK_BYTES - 1, -1])
 def test_budgets_that_do_not_work_are_refused(budget: object) -> None:
-    with pytest.raises(UsageError, match="memory_budget_bytes"):
+    with pytest.raises(UsageError, match=f"memory_budget_bytes .*, not {budget!r}$"):
         Options(memory_budget_bytes=budget)  # type: ignore[arg-type]
+
+
+def test_flags_and_times_that_do_not_work_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"Options\.fsync must be True or False, not 'no'"):
+        Options(fsync="no")  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"Options\.timeout_s must lie in .*, not -1$"):
+        Options(timeout_s=-1)
 
 
 def test_read_modes() -> None:

@@ -608,7 +608,7 @@ def check_json(value: object, where: str) -> None:
             pending.extend((v, f"{where}[{i}]", depth + 1) for i, v in enumerate(value))
         elif type(value) is float:
             if not isfinite(value):
-                raise UsageError(f"{where} is {value}, which JSON lacks")
+                raise UsageError(f"{where} is {value}, which JSON lacks: write it as text")
         elif type(value) is int:
             if not -(1 << 63) <= value < 1 << 64:
                 raise UsageError(f"{where} is an integer of more than 64 bits; write it as text")
@@ -618,7 +618,10 @@ def check_json(value: object, where: str) -> None:
 
 def _check_text(value: object, where: str) -> None:
     if type(value) is not str:
-        raise UsageError(f"{where} is of type {type(value).__qualname__}, which JSON lacks")
+        raise UsageError(
+            f"{where} is of type {type(value).__qualname__}, which JSON lacks: make it a str, "
+            "number, bool, list, dict or None"
+        )
     try:
         value.encode()
     except UnicodeEncodeError as error:

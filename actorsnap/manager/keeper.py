@@ -22,6 +22,7 @@ from actorsnap.errors import (
     RootTaken,
     UsageError,
     describe,
+    joined,
 )
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import DeleteIntent, StepName
@@ -442,11 +443,12 @@ class Keeper:
                 if name.generation == parent.generation and name.step > parent.step
             ]
             if later and self.is_newest:
+                was, it_is, it = ("was", "it is", "it") if len(later) == 1 else _PLURAL
                 logger.warning(
-                    "%s: step %s was committed after this run had restored step %d, so it is "
-                    "abandoned: restore_latest() does not find it. Close a manager before you "
-                    "begin the next one",
-                    *(self._root.url, _some_of(later), parent.step),
+                    "%s: %s %s committed after this run had restored step %d, so %s abandoned: "
+                    "restore_latest() does not find %s. Close a manager before you begin the next "
+                    "one",
+                    *(self._root.url, _some_steps(later), was, parent.step, it_is, it),
                 )
             return
         earlier = [
@@ -458,8 +460,8 @@ class Keeper:
         if steps:
             logger.warning(
                 "%s: this run began without restore_latest(), so it abandons what was saved "
-                "before: step %s. To continue that run, call restore_latest() first",
-                *(self._root.url, _some_of(steps)),
+                "before: %s. To continue that run, call restore_latest() first",
+                *(self._root.url, _some_steps(steps)),
             )
 
     def _report_unmeasured(
@@ -718,10 +720,14 @@ def make_intent(commit: Commit | FormatError, generation: int, reason: str) -> D
     return DeleteIntent(attempt=attempt, generation=generation, reason=reason)
 
 
-def _some_of(texts: Sequence[str]) -> str:
-    if len(texts) <= _MAX_NAMED:
-        return ", ".join(texts)
-    return f"{', '.join(texts[: _MAX_NAMED - 1])}, ..., {texts[-1]} ({len(texts)} in all)"
+_PLURAL = "were", "they are", "them"
+
+
+def _some_steps(steps: Sequence[str]) -> str:
+    """Returns for example ``"steps 100, 200 and 300"``."""
+    if len(steps) <= _MAX_NAMED:
+        return f"{'step' if len(steps) == 1 else 'steps'} {joined(steps)}"
+    return f"steps {', '.join(steps[: _MAX_NAMED - 1])}, ..., {steps[-1]} ({len(steps)} in all)"
 
 
 def _reason(policy: KeepPolicy) -> str:

@@ -57,6 +57,15 @@ class StepInfo:
     pins: tuple[Pin, ...] = ()
     is_durable: bool = False
 
+    def __repr__(self) -> str:
+        """Fits into a line: leaves out the URL."""
+        parts = [str(self.name), self.state]
+        if self.created is not None:
+            parts.append(f"{self.created:%Y-%m-%d %H:%M:%S} UTC")
+        parts += [f"{name}={value:.6g}" for name, value in self.metrics.items()]
+        parts += map(str, self.pins)
+        return f"StepInfo({', '.join(parts)})"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Restored:

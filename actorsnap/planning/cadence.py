@@ -22,7 +22,12 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from actorsnap.errors import UsageError
-from actorsnap.planning.keeping import check_count, checked_steps, metric_value
+from actorsnap.planning.keeping import (
+    check_count,
+    checked_steps,
+    every_text,
+    metric_value,
+)
 from actorsnap.tracebacks import short_namespace
 
 
@@ -89,7 +94,7 @@ class SaveSteps(SavePolicy):
             )
 
     def due(self, step: int, *, is_first: bool) -> str:
-        return f"every {self.n} steps" if step % self.n == self.offset else ""
+        return every_text(self.n, "step") if step % self.n == self.offset else ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,7 +205,7 @@ class SaveMinutes(AskedPolicy):
 
     @property
     def reason(self) -> str:
-        return f"every {self.t:g} minutes"
+        return every_text(f"{self.t:g}", "minute")
 
 
 @dataclass(frozen=True, slots=True)

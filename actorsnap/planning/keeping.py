@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -315,7 +316,7 @@ class KeepEvery(KeepPolicy):
 
     def judge(self, steps: Sequence[StoredStep]) -> dict[StepName, str]:
         cells = [str(step.step // self.steps) for step in steps]
-        return {step.name: f"every {self.steps} steps" for _, step in _firsts(cells, steps)}
+        return {step.name: every_text(self.steps, "step") for _, step in _firsts(cells, steps)}
 
 
 Period = Literal["hourly", "daily", "weekly", "monthly", "yearly"]
@@ -506,9 +507,20 @@ def _integer(value: object, call: str, instead: str) -> int:
     raise UsageError(f"{call} {value!r}: {instead}")
 
 
+_WHOLE_NUMBER = re.compile(r" *([0-9]+)(?:\.0)? *")
+
+
+def every_text(count: object, unit: str) -> str:
+    """Returns for example ``"every 500 steps"`` or ``"every step"``."""
+    return f"every {unit}" if str(count) == "1" else f"every {count} {unit}s"
+
+
 def check_count(value: object, call: str, instead: str, *, least: int = 1) -> None:
     """Raises UsageError unless ``value`` is an int of at least ``least``."""
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        given = _WHOLE_NUMBER.fullmatch(str(value)) if isinstance(value, str | float) else None
+        if given is not None and int(given[1]) >= least:
+            instead = re.sub("[0-9]+", str(int(given[1])), instead, count=1)
         raise UsageError(f"{call} takes an int of at least {least}, not {value!r}: write {instead}")
 
 

@@ -263,7 +263,7 @@ class LocalEngine:
     async def _find_older(self, storage: Storage) -> Commit | None:
         """Returns the intact commit to replace, if any; finds attempts to resume."""
         save, request = self.save, self.save.request
-        what, older = "a snapshot is committed", None
+        what, older = "already has a snapshot", None
         try:
             if request.overwrite:
                 older = await find_commit(storage)
@@ -276,15 +276,15 @@ class LocalEngine:
         except FormatError as error:
             if request.overwrite and isinstance(error, UnsupportedFormat | NotASnapshot):
                 raise
-            what, exists = f"there is a damaged snapshot ({error})", True
+            what, exists = f"has a damaged snapshot ({error})", True
             self._log(logging.WARNING, "%s: %s", save.label, error, **_where(error))
         if exists and not request.overwrite:
             raise ObjectExists(
                 op="take",
-                key=COMMIT_KEY,
+                key="",
                 backend=storage.url,
-                detail=f"{what} at this path. Save to another path, or pass "
-                "overwrite=True: the old one stays valid until the new one is committed",
+                detail=f"{storage.url} {what}. Save to another path, or pass overwrite=True: the "
+                "old one stays valid until the new one is committed",
             )
         if request.resume:
             committed = None if older is None else older.attempt

@@ -148,8 +148,8 @@ def _ending_of(save: Save) -> str:
     if getattr(error, "may_be_committed", True):
         return f"{text_of(error)}. Older snapshots at other paths are intact."
     return (
-        "The save was aborted. Nothing was committed, what it had written is deleted or garbage, "
-        "and older snapshots are intact."
+        "The save was aborted. Nothing was committed, and older snapshots are intact. Its files "
+        "are deleted; any that remain are ignored."
     )
 
 

@@ -72,6 +72,10 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     def ok(self) -> bool:
         return not self.problems
 
+    def __repr__(self) -> str:
+        fields = [f"{name}={getattr(self, name)!r}" for name in ("ok", *self.__struct_fields__)]
+        return f"VerifyReport({', '.join(fields)})"
+
 
 @dataclass(eq=False, repr=False)
 class _NullSink:

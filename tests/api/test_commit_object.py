@@ -85,8 +85,10 @@ async def test_the_older_name_is_read(saved: Path) -> None:
 async def test_the_older_name_counts_as_taken(saved: Path, tmp_path: Path) -> None:
     make_older(saved)
     before = sorted(os.listdir(saved))
-    with pytest.raises(ObjectExists, match="a snapshot is committed at this path"):
+    with pytest.raises(ObjectExists) as caught:
         await take(saved, 2)
+    assert str(caught.value).startswith(f"{saved} already has a snapshot. Save to another path")
+    assert "actorsnap.json" not in str(caught.value)
     await take(tmp_path / "other", 2)
     with pytest.raises(ObjectExists, match="another snapshot is committed there"):
         await Snapshot(tmp_path / "other").copy_to(saved)

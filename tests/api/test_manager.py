@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import threading
 import time
@@ -597,7 +598,7 @@ def test_a_run_that_begins_again(
         assert texts == []
         return
     (text,) = texts
-    assert "abandons what was saved before: step 0, 100, 200. To continue" in text
+    assert "abandons what was saved before: steps 0, 100 and 200. To continue" in text
     assert "call restore_latest() first" in text
     assert second.manager.all_steps() == [300, 400]
 
@@ -628,6 +629,11 @@ def test_metrics_and_best(root: Path) -> None:
     best = run.manager.best("loss", "min")
     assert best is not None
     assert (best.step, best.metrics) == (100, {"loss": 1.0})
+    at = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d UTC"
+    run.manager.pin(100, "for the paper")
+    (info, _) = run.manager.steps()
+    pattern = rf"StepInfo\(step-0000000100\.g1, committed, {at}, loss=1, pinned.*paper.*\)"
+    assert re.fullmatch(pattern, repr(info)), info
     assert run.manager.all_steps() == [100, 300]
 
 

@@ -422,7 +422,7 @@ async def test_events_of_the_async_facade(tmp_path: Path) -> None:
         await manager.maybe_save(0)
         manager.request("more")
         decision = await manager.maybe_save(1)
-        assert decision.reason == "every 1 steps, more"
+        assert decision.reason == "every step, more"
     found = [event.kind async for event in manager.events()]
     assert found.count(EventKind.COMMITTED) == 2
 

@@ -309,14 +309,17 @@ def test_arbitrary_bytes_never_raise_anything_else(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("metadata", "place"),
     [
-        ({"a": [0, math.nan]}, r"metadata\['a'\]\[1\] is nan"),
+        ({"a": [0, math.nan]}, r"metadata\['a'\]\[1\] is nan, which JSON lacks: write it as text"),
         ({"a": {"b": b"x"}}, r"metadata\['a'\]\['b'\] is of type bytes"),
         ({"a": {1: 2}}, r"the key 1 in metadata\['a'\]"),
         ({"a": 2**64}, r"metadata\['a'\] is an integer"),
         ({"a": "\ud800"}, r"metadata\['a'\] is not Unicode"),
         ({"\ud800": 1}, r"the key '\\ud800' in metadata is not Unicode"),
         ({"a": {1, 2}}, r"metadata\['a'\] is of type set, which JSON"),
-        ({"a": object()}, r"metadata\['a'\] is of type object"),
+        (
+            {"a": object()},
+            r"metadata\['a'\] is of type object, which JSON lacks: make it a str, number",
+        ),
     ],
 )
 def test_metadata_that_is_not_json_is_the_callers_mistake(

@@ -74,6 +74,8 @@ def test_reasons() -> None:
     policy = every.first() | every.steps(500) | every.at([500, 700]) | every.last()
     assert policy.due(500, is_first=True) == "first step, every 500 steps, at 500"
     assert policy.due(700, is_first=False) == "at 700"
+    assert every.steps(1).due(7, is_first=False) == "every step"
+    assert every.steps(1_000_000).due(0, is_first=False) == "every 1000000 steps"
     assert policy.due(701, is_first=False) == ""
     assert policy.at_end() == "last step"
     assert (every.last() | every.last()).at_end() == "last step, last step"
@@ -88,6 +90,9 @@ def test_reasons() -> None:
         (lambda: wrong.steps(-500), "not -500"),
         (lambda: wrong.steps(0.5), "not 0.5"),
         (lambda: wrong.steps(True), "not True"),
+        (lambda: wrong.steps("100"), r"not '100': write every\.steps\(100\)"),
+        (lambda: wrong.steps(1e3), r"not 1000\.0: write every\.steps\(1000\)"),
+        (lambda: wrong.steps("0"), r"not '0': write every\.steps\(500\)"),
         (lambda: wrong.steps(500, offset=-1), "offset=0"),
         (lambda: wrong.steps(500, offset=500), "never due: write offset=0"),
         (lambda: wrong.steps(500, offset=1234), "never due: write offset=234"),
