@@ -311,7 +311,7 @@ def export(
         }
         if format is ExportFormat.HF:
             report = snapshot.export_hf(
-                to, key or "model", dtype=dtype, max_shard_bytes=max_shard_bytes, **common
+                to, key, dtype=dtype, max_shard_bytes=max_shard_bytes, **common
             )
         elif dtype is not None or max_shard_bytes != MAX_SHARD_BYTES:
             raise UsageError("--dtype and --max-shard-bytes need --to hf")
@@ -330,7 +330,8 @@ def export(
         for name, others in report.tied.items():
             err.print(quote(output.visible(f"{', '.join(others)}: tied to {name}, not written")))
         for path in report.left_out:
-            err.print(quote(output.visible(f"left out {path!r}: it is not a tensor")))
+            why = "it is not a tensor" if "/" in path else "without --key, only 'model' is exported"
+            err.print(quote(output.visible(f"left out {path!r}: {why}")))
 
 
 class _RenameWithout:

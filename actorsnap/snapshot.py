@@ -390,7 +390,8 @@ class Snapshot(SnapshotHandle):
             StorageError: Reading failed. Tensors may be partly overwritten.
             MemoryError: A fresh tensor could not be allocated. The error names it. Nothing was
                 changed.
-        Cancellation: Tensors may be partly overwritten.
+        Cancellation: Tensors may be partly overwritten. In this and other such cases, a note of the
+        error names their keys.
 
         Examples:
             >>> report = await Snapshot("ckpt/step-1").restore({"model": model})
@@ -458,8 +459,10 @@ class Snapshot(SnapshotHandle):
 
         Args:
             path: A path with a rank, such as ``"3/model/layer.weight"``, is read as rank 3 sees it;
-                without a rank, as rank 0 does. Sharded tensors are returned whole. Parts of a leaf
-                (``sparse@indices``) and single shards cannot be read.
+                without a rank, as rank 0 does. A layer, such as ``"model/backbone"``, is read as a
+                dict of the names below it, which the layer's ``load_state_dict`` takes. Sharded
+                tensors are returned whole. Parts of a leaf (``sparse@indices``) and single shards
+                cannot be read.
             out: A tensor or array to read into, of the same dtype and shape, on any device. A
                 DTensor receives the part that this process holds.
             memory_budget_bytes: Limit of the memory that is allocated in addition to the result, at
@@ -729,7 +732,7 @@ class Snapshot(SnapshotHandle):
     async def export_hf(
         self,
         path: str | os.PathLike[str],
-        key: str = "model",
+        key: str | None = None,
         *,
         rename: Rename | None = None,
         dtype: Any = None,
@@ -756,7 +759,8 @@ class Snapshot(SnapshotHandle):
 
         Args:
             path: A folder, in any storage.
-            key: The model's key in the app state, or a path below it (``"train/model"``).
+            key: The model's key in the app state, or a path below it (``"train/model"``). None:
+                ``"model"``; the report then lists the other keys in ``left_out``.
             rename: See ``restore``. Applied before ``key`` is looked up.
             dtype: Floating-point dtype of 16 to 64 bits, such as ``torch.bfloat16`` or
                 ``"bfloat16"``. Tensors of other such dtypes are converted to it.

@@ -71,7 +71,8 @@ class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
         nbytes: Size of all files.
         copied_bytes: Bytes copied within the storage, without passing through this process. They
             were compared with the snapshot's checksums only if the storage reports its own.
-        left_out: Paths of values that the format cannot hold.
+        left_out: Paths of values that the format cannot hold. Without ``key``, ``export_hf`` writes
+            the key ``"model"``; then this also has the other keys.
         tied: Maps the name of a written tensor to the names of tensors that are left out because
             they share its memory.
     """

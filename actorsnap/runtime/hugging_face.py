@@ -27,7 +27,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.planning.assembly import Origin
 from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry
-from actorsnap.planning.renaming import Rename, function_of
+from actorsnap.planning.renaming import Rename, function_of, paths_of
 from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.exporting import (
     Body,
@@ -58,14 +58,14 @@ _ARRAYS = ("numpy", "numpy_scalar")
 class ExportCall(msgspec.Struct, frozen=True, kw_only=True):
     """The arguments of ``Snapshot.export_hf``."""
 
-    key: str
+    key: str | None = None
     rename: Rename | None = None
     dtype: Any = None
     max_shard_bytes: int = MAX_SHARD_BYTES
     overwrite: bool = False
 
     def check(self) -> None:
-        if not isinstance(self.key, str) or not self.key:
+        if self.key is not None and (not isinstance(self.key, str) or not self.key):
             raise UsageError(f"key must be the name of a part of the app state, not {self.key!r}")
         if type(self.max_shard_bytes) is not int or self.max_shard_bytes < 1:
             raise UsageError(
@@ -75,6 +75,10 @@ class ExportCall(msgspec.Struct, frozen=True, kw_only=True):
         if self.rename is not None:
             function_of(self.rename)
         self.dtype_name()
+
+    @property
+    def model_key(self) -> str:
+        return self.key or "model"
 
     def dtype_name(self) -> str | None:
         if self.dtype is None:
@@ -112,7 +116,7 @@ def export_hf(
 
             async def perform() -> ExportReport:
                 indexes = await readable(
-                    opened, call.rename, lambda path: _name(path, call.key) is not None
+                    opened, call.rename, lambda path: _name(path, call.model_key) is not None
                 )
                 exporter = Exporter(opened, target)
                 exporters[:] = [exporter]
@@ -184,17 +188,22 @@ async def _plan(
     for index, paths in indexes:
         await exporter.opened.errands.run_blocking(selection.add, index, paths)
     if not selection.tensors:
-        resolve(indexes[0][0].entries, call.key, indexes[0][0].held_by_other_ranks)  # raises
-        raise UsageError(f"there are no tensors below the key {call.key!r}")
+        resolve(indexes[0][0].entries, call.model_key, indexes[0][0].held_by_other_ranks)  # raises
+        raise UsageError(f"there are no tensors below the key {call.model_key!r}")
     tensors = list(selection.tensors.values())
     sample = next((t.origins[0].key for t in tensors if t.origins), None)
     by_objects = sample is not None and await exporter.copies_whole_objects(sample)
     return _Plan(
         _shards(tensors, selection.records, call.max_shard_bytes, by_objects=by_objects),
-        tuple(selection.left_out),
+        (*selection.left_out, *(_other_keys(indexes[0][0], call) if call.key is None else ())),
         {name: tuple(others) for name, others in selection.tied.items()},
         selection.records,
     )
+
+
+def _other_keys(index: Index, call: ExportCall) -> list[str]:
+    """Returns the other keys of the app state, escaped."""
+    return sorted({path.partition("/")[0] for path in paths_of(index)} - {call.model_key})
 
 
 class _Selection:
@@ -208,7 +217,7 @@ class _Selection:
     """
 
     def __init__(self, call: ExportCall, joined: frozenset[str]) -> None:
-        self._key = call.key
+        self._key = call.model_key
         self._dtype = call.dtype_name()
         self._joined = joined
         self.tensors: dict[str, OutTensor] = {}

@@ -9,6 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from actorsnap import StateDict
+from actorsnap.sync import Snapshot
 from tests.formats.checkpoints import write_safetensors
 from tests.test_cli import run
 
@@ -50,6 +52,13 @@ def test_rm_refuses(file: Path) -> None:
     assert ended.code == 2
     assert "rm deletes only snapshots" in " ".join(ended.err.split())
     assert file.exists()
+
+
+def test_an_export_names_the_keys_that_it_leaves_out(tmp_path: Path) -> None:
+    Snapshot.take(tmp_path / "s", {"model": StateDict(w=torch.ones(2)), "at": StateDict(step=1)})
+    ended = run("export", tmp_path / "s", tmp_path / "a", "--to", "hf")
+    assert "left out 'at': without --key, only 'model' is exported" in " ".join(ended.err.split())
+    assert run("export", tmp_path / "s", tmp_path / "b", "--to", "hf", "--key", "model").err == ""
 
 
 def test_convert_then_export(file: Path, tmp_path: Path) -> None:
