@@ -32,9 +32,11 @@ from actorsnap.format.manifest import (
     ValueEntry,
     ViewEntry,
 )
+from actorsnap.interop.formats.dcp_metadata import BYTES_IO, DcpMark
 from actorsnap.interop.torch_archives import (
     ArchiveParts,
     SharedBytes,
+    Stub,
     TensorStub,
     check_plain,
     not_plain,
@@ -51,6 +53,7 @@ from actorsnap.runtime.exporting import (
     OutFile,
     Part,
     StoredBytes,
+    below,
     opened_for_export,
     readable,
 )
@@ -60,7 +63,7 @@ from actorsnap.runtime.script import run_async, run_sync
 from actorsnap.runtime.source import OpenSource, Source, begins_anew
 from actorsnap.snapshot import Snapshot, SnapshotHandle
 from actorsnap.state import objects
-from actorsnap.state.restore.build import prepare
+from actorsnap.state.restore.build import prepare, resolve
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.sources import HostMemory
 from actorsnap.state.tree import escape
@@ -137,7 +140,8 @@ def export_torch(
     Args:
         snapshot: A ``Snapshot`` of ``actorsnap``, or of ``actorsnap.sync``: then the call blocks.
         path: The file.
-        key: The part of the app state. None: all of it, by key.
+        key: The part of the app state, or a path below one. None: all of it, by key; of what a
+            call of DCP saved, its state dict.
         rename: See ``Snapshot.restore``. Applied before ``key`` is looked up.
         overwrite: Delete an older file first.
         storage_options, progress: See ``Snapshot.export_hf``.
@@ -305,8 +309,8 @@ def _run(
     return awaited()
 
 
-class ShardedStub(msgspec.Struct, frozen=True, eq=False):
-    """Stands for a tensor in a state that is written shard by shard."""
+class ShardedStub(Stub, frozen=True, eq=False):
+    """Of a tensor that is written shard by shard."""
 
     index: Index
     entry: ShardedEntry
@@ -319,12 +323,15 @@ async def _state(opened: OpenSource, call: _Call, *, keeps_shards: bool) -> tupl
         UsageError: The key is missing, or a leaf is not a plain value.
     """
 
+    key = call.key
+
     def is_below_key(path: str) -> bool:
-        return call.key in (None, _key_of(path))
+        return key is None or below(path, key) is not None
 
     entries: list[AnyEntry] = []
     maker = _Stubs(keeps_shards=keeps_shards)
-    for index, paths in await readable(opened, call.rename, is_below_key):
+    indexes = await readable(opened, call.rename, is_below_key)
+    for index, paths in indexes:
         found = [
             entry
             for entry in index.entries
@@ -335,22 +342,21 @@ async def _state(opened: OpenSource, call: _Call, *, keeps_shards: bool) -> tupl
         known = {entry.path for entry in entries}
         new = await maker.replaced(opened, index, found)
         entries += [entry for entry in new if entry.path not in known]
-    by_key = entries_by_key(entries)
-    if call.key is not None and call.key not in by_key:
-        raise UsageError(f"the snapshot has no key {call.key!r}")
-    state = {}
-    for key, own in by_key.items():
-        restore = prepare(escape(key), own, target=None, allow_pickle=True)
-        assert not restore.memory.reads
-        state[key] = restore.build()
-        if not keeps_shards:
-            check_plain(state[key], escape(key))
-    return (state if call.key is None else state[call.key]), maker.count
+    if key is not None:
+        first = indexes[0][0]
+        root = resolve(entries or first.entries, key, first.held_by_other_ranks)
+        return _built(root, entries), maker.count
+    state = {each: _built(escape(each), own) for each, own in entries_by_key(entries).items()}
+    mark = DcpMark.of((await opened.reader.commit()).metadata)
+    return (state if mark is None else mark.state_dict_of(state)), maker.count
 
 
-def _key_of(path: str) -> str | None:
-    keys = list(entries_by_key([ContainerEntry(path=path.partition("/")[0], type="dict")]))
-    return keys[0]
+def _built(root: str, entries: Sequence[AnyEntry]) -> object:
+    restore = prepare(root, entries, target=None, allow_pickle=True)
+    assert not restore.memory.reads
+    value = restore.build()
+    check_plain(value, root)
+    return value
 
 
 class _Stubs:
@@ -465,9 +471,9 @@ def _lay_out_dcp(state: Any) -> _Files:
     for name, value in flat.items():
         stub = stubs.get(id(value))
         if stub is None:
-            path = "/".join(map(str, names[name]))
-            check_plain(value, path)
             described[name] = BytesStorageMetadata()
+            if type(value) is tuple and len(value) == 2 and value[0] == BYTES_IO:
+                value = BytesIO(value[1])
             out = BytesIO()
             torch.save(value, out)
             data = out.getvalue()

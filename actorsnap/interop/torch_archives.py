@@ -21,6 +21,7 @@ import msgspec
 import torch
 
 from actorsnap.errors import UsageError
+from actorsnap.interop.formats.dcp_metadata import TOP
 from actorsnap.runtime.exporting import Body, Known, Late, Part
 
 _ALIGNMENT = 64
@@ -48,8 +49,12 @@ class SharedBytes(msgspec.Struct, frozen=True, eq=False):
     dtype: str
 
 
-class TensorStub(msgspec.Struct, frozen=True, eq=False):
-    """Stands for a tensor in a state; strides in elements, ``offset`` in bytes."""
+class Stub(msgspec.Struct, frozen=True, eq=False):
+    """Stands for a tensor in a state."""
+
+
+class TensorStub(Stub, frozen=True, eq=False):
+    """Of a whole tensor; strides in elements, ``offset`` in bytes."""
 
     storage: SharedBytes
     dtype: str
@@ -63,7 +68,7 @@ class TensorStub(msgspec.Struct, frozen=True, eq=False):
 def check_plain(value: object, path: str) -> None:
     """Raises ``UsageError`` if a value is none that ``weights_only`` admits; names its path."""
     kind = type(value)
-    if kind in _PLAIN or kind is TensorStub:
+    if kind in _PLAIN or issubclass(kind, Stub):
         return
     if kind in _DICTS:
         assert isinstance(value, Mapping)
@@ -79,9 +84,12 @@ def check_plain(value: object, path: str) -> None:
 
 
 def not_plain(path: str, what: str) -> UsageError:
+    key, _, rest = path.partition("/")
+    if key == TOP and rest:  # a key of the state dict, and not all tensors of its top level
+        key = f"{TOP}/{rest.partition('/')[0]}"
     return UsageError(
         f"{path!r} is a {what}: only dense tensors and plain values are exported. Leave its key "
-        f"out: on the command line --leave-out {shlex.quote(path.partition('/')[0])}; in Python, "
+        f"out: on the command line --leave-out {shlex.quote(key)}; in Python, "
         "a function in rename= that returns None for it"
     )
 

@@ -50,6 +50,7 @@ from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened
 from actorsnap.state.distributed import LocalPiece
 from actorsnap.state.restore.reads import BoxReads
 from actorsnap.state.sources import MemoryPart
+from actorsnap.state.tree import human, parent_of
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 logger = Log(__name__)
@@ -640,6 +641,24 @@ def body_of(
         return Body(stored, nbytes, entry.offset)
     layout = Strided(itemsize, entry.shape, entry.strides)
     return Body(stored, nbytes, entry.offset, layout)
+
+
+def below(path: str, key: str) -> str | None:
+    """Returns the part of a path below a key: empty at the key itself, None elsewhere.
+
+    Args:
+        key: Of the app state, or a path below one; as in the manifest, or as typed.
+    """
+    path = parent_of(path)
+    if path == key or path.startswith(f"{key}/"):
+        return path[len(key) + 1 :]
+    if "%" not in path:
+        return None
+    tokens = path.split("/")
+    for count in range(1, len(tokens) + 1):
+        if human("/".join(tokens[:count])) == key:
+            return "/".join(tokens[count:])
+    return None
 
 
 async def readable(

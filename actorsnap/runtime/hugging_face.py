@@ -36,6 +36,7 @@ from actorsnap.runtime.exporting import (
     Known,
     OutFile,
     Part,
+    below,
     body_of,
     opened_for_export,
     readable,
@@ -44,7 +45,7 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag
 from actorsnap.runtime.source import Source, begins_anew
 from actorsnap.state.restore.build import resolve
-from actorsnap.state.tree import human, parent_of
+from actorsnap.state.tree import human
 from actorsnap.storage.base import Storage
 
 INDEX = "model.safetensors.index.json"
@@ -237,7 +238,7 @@ class _Selection:
         same: dict[object, str] = {}
         for entry in index.entries:
             path = entry.path
-            name = _name(parent_of(path), self._key)
+            name = _name(path, self._key)
             if name is None or (paths is not None and path not in paths):
                 continue
             if isinstance(entry, ContainerEntry | Elsewhere) or "@" in path:
@@ -282,15 +283,8 @@ class _Selection:
 
 def _name(path: str, key: str) -> str | None:
     """Returns the name of a leaf below ``key``, None of others."""
-    if path.startswith(f"{key}/"):
-        return human(path[len(key) + 1 :], ".")
-    if "%" not in path:
-        return None
-    tokens = path.split("/")
-    for count in range(1, len(tokens)):
-        if human("/".join(tokens[:count])) == key:
-            return human("/".join(tokens[count:]), ".")
-    return None
+    rest = below(path, key)
+    return human(rest, ".") if rest else None
 
 
 def _identity(entry: TensorEntry | ShardedEntry | ViewEntry) -> object:

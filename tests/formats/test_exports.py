@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
+import copy
 import datetime
 import warnings
 import zipfile
 from collections import OrderedDict
 from collections.abc import Callable
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -20,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from actorsnap import ChecksumMismatch, ObjectExists, Options, Snapshot, StateDict, UsageError, sync
-from actorsnap.interop import torch_archives
+from actorsnap.interop import dcp, torch_archives
 from actorsnap.interop.exports import export_dcp, export_torch
 from actorsnap.storage.wrapper import Wrapper
 from tests.api.faults import faulty, faulty_url
@@ -144,6 +146,100 @@ async def test_dcp_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             assert torch.equal(target["odd"][name], value), name
         else:
             assert target["odd"][name] == value
+
+
+@pytest.mark.parametrize("how", ["changed import", "writer", "stock"])
+@pytest.mark.parametrize("kind", ["flat", "sections", "torchtitan"])
+def test_a_save_of_dcp_is_exported_under_its_names(tmp_path: Path, how: str, kind: str) -> None:
+    """Leaves of the top level are below a key in the snapshot, and at the top level again here."""
+    model, optimizer, _ = training_state()
+    state: dict[str, Any] = {**model.state_dict()}
+    if kind == "sections":
+        state = {"model": state, "step": 5, "io": BytesIO(b"content"), "mean": torch.ones(2)}
+    elif kind == "torchtitan":  # the model's tensors at the top level, next to sections
+        state["train_state"] = {"step": torch.tensor(5), "loader": b"place"}
+    path = tmp_path / "s"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        save(state, checkpoint_id=tmp_path / "theirs")
+        if how == "changed import":
+            dcp.save(state, checkpoint_id=path)
+        elif how == "writer":
+            save(state, storage_writer=dcp.ActorsnapWriter(path))
+        else:
+            path = tmp_path / "theirs"
+    snapshot = sync.Snapshot(path)
+    export_dcp(snapshot, tmp_path / "ours")
+    mine, theirs = (
+        FileSystemReader(tmp_path / name).read_metadata() for name in ("ours", "theirs")
+    )
+    assert mine.state_dict_metadata.keys() == theirs.state_dict_metadata.keys()
+    assert mine.planner_data == theirs.planner_data
+    found: dict[str, Any] = {
+        key: {name: torch.zeros_like(each) for name, each in value.items()}
+        if key == "model"
+        else copy.deepcopy(value)
+        for key, value in state.items()
+    }
+    found |= {"step": 0, "io": None} if kind == "sections" else {}
+    dcp_load(found, tmp_path / "ours")
+    export_torch(snapshot, tmp_path / "x.pt")
+    whole = torch.load(tmp_path / "x.pt", weights_only=True)
+    assert found.keys() == state.keys() == whole.keys()
+    if kind == "sections":
+        assert found.pop("io").getvalue() == state.pop("io").getvalue()
+        assert whole.pop("io") == ("actorsnap.BytesIO", b"content")
+    for each in (found, whole):
+        assert_same({key: each[key] for key in state}, state)
+    snapshot.export_hf(tmp_path / "hf", {"sections": "model"}.get(kind, snapshot_key(how)))
+    assert load_file(tmp_path / "hf" / "model.safetensors").keys() == model.state_dict().keys()
+
+
+class Place(NamedTuple):
+    x: int
+
+
+def snapshot_key(how: str) -> str:
+    """Returns the key of leaves of the top level."""
+    return "model" if how == "stock" else "dcp"
+
+
+def test_a_rename_puts_leaves_of_the_top_level_elsewhere(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2), "a": {"x": 1}}, checkpoint_id=tmp_path / "s")
+    snapshot = sync.Snapshot(tmp_path / "s")
+    export_torch(snapshot, tmp_path / "x.pt", rename={"dcp": "model"})
+    assert torch.load(tmp_path / "x.pt").keys() == {"a", "model"}
+    export_torch(snapshot, tmp_path / "y.pt", key="dcp")
+    assert torch.load(tmp_path / "y.pt").keys() == {"w"}
+    with pytest.raises(UsageError, match="'a' is a key of the snapshot, and of a leaf below 'dcp'"):
+        export_torch(snapshot, tmp_path / "z.pt", rename={"dcp/w": "dcp/a"})
+
+
+@pytest.mark.parametrize("export", [export_torch, export_dcp])
+def test_only_the_refused_leaf_of_the_top_level_is_left_out(tmp_path: Path, export: Any) -> None:
+    state = {"w": torch.ones(2), "at": Place(1)}
+    dcp.save(state, checkpoint_id=tmp_path / "s")
+    with pytest.raises(UsageError, match="'dcp/at' is a .*--leave-out dcp/at;"):
+        export(sync.Snapshot(tmp_path / "s"), tmp_path / "x")
+
+
+@pytest.mark.parametrize("export", [export_torch, export_dcp])
+def test_a_path_below_a_key(tmp_path: Path, export: Any) -> None:
+    """As for Hugging Face: of a ``ModelState``, only the model."""
+    state = {"model": {"a/b": torch.ones(2), "c": torch.zeros(3)}, "optim": {"x": torch.ones(1)}}
+    sync.Snapshot.take(tmp_path / "s", {"train": StateDict(state)})
+    snapshot = sync.Snapshot(tmp_path / "s")
+    export(snapshot, tmp_path / "out" / "x", key="train/model")
+    found = {name: torch.full_like(each, 7) for name, each in state["model"].items()}
+    if export is export_torch:
+        found = torch.load(tmp_path / "out" / "x", weights_only=True)
+    else:
+        dcp_load(found, tmp_path / "out" / "x")
+    assert_same(found, state["model"])
+    for key, hint in [("train/modle", "did you mean 'train/model'"), ("no", "it has 'train'")]:
+        with pytest.raises(UsageError, match=f"the snapshot has no path '{key}'; {hint}"):
+            export(snapshot, tmp_path / "out" / "y", key=key)
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["x"]
 
 
 @pytest.mark.parametrize(

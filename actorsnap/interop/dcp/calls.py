@@ -32,14 +32,13 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 
 from actorsnap.errors import ActorSnapError, UsageError
-from actorsnap.interop.dcp.catalog import TOP, DcpMark
 from actorsnap.interop.dcp.reader import ActorsnapReader, PlannedReads, load_catalog
 from actorsnap.interop.dcp.writer import (
     ActorsnapWriter,
     telling_overwrite,
     write_marker,
 )
-from actorsnap.interop.formats.dcp_metadata import BYTES_IO
+from actorsnap.interop.formats.dcp_metadata import BYTES_IO, TOP, DcpMark
 from actorsnap.options import Options
 from actorsnap.planning.shared_reads import ReadMode, SharedReadPlan
 from actorsnap.protocol.failure import Stage

@@ -6,15 +6,14 @@ lists that hold tensors or further such containers; other lists, and all tuples,
 are leaves.
 
 A DCP state dict may have leaves at its top level, where an app state has statefuls. They are stored
-below the key ``TOP``, and the mark in the commit object's metadata says so.
+below the key ``TOP``, and a ``DcpMark`` says so.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any, TypeAlias, TypeGuard
 
-import msgspec
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -34,44 +33,12 @@ from actorsnap.format.manifest import (
     TensorEntry,
     ViewEntry,
 )
+from actorsnap.interop.formats.dcp_metadata import TOP, DcpMark
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry
 from actorsnap.planning.shards import Shard, Shards
 from actorsnap.state.restore.checks import NUMPY_KINDS
 from actorsnap.state.tensors import DTYPES
 from actorsnap.state.tree import join, parent_of, unescape
-
-TOP = "dcp"
-"""The key of leaves at the top level of a state dict."""
-
-MARK = "dcp"
-"""The key of a ``DcpMark`` in the ``metadata`` of the commit object."""
-
-
-class DcpMark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The snapshot has the state dict of a DCP call.
-
-    Attributes:
-        v: Version of this mark.
-        flat: False: the planner did not flatten; all leaves are at the top level.
-        key: Of leaves at the top level of the state dict. ``interop.formats`` chooses another one.
-    """
-
-    v: int = 1
-    flat: bool = True
-    key: str = TOP
-
-    @classmethod
-    def of(cls, metadata: Mapping[str, Any]) -> DcpMark | None:
-        """Returns None for any other snapshot."""
-        try:
-            mark = msgspec.convert(metadata.get(MARK), cls)
-        except msgspec.ValidationError:
-            return None
-        return mark if mark.v == 1 else None
-
-    def metadata(self) -> dict[str, Any]:
-        return {MARK: {"v": self.v, "flat": self.flat}}
-
 
 _LEAVES = frozenset({"tuple", "deque", "record"})
 """Types of containers that DCP does not descend into, besides some lists."""
@@ -244,10 +211,7 @@ class Catalog:
             is_item = self._types.get(parent) == "list"
             keys.append(key if is_item and isinstance(key, int) else str(key))
             parent = f"{parent}/{token}" if parent else token
-        top = self._mark.key if self._mark is not None else ""
-        if top and len(keys) > 1 and keys[0] == top:
-            del keys[0]
-        return tuple(keys)
+        return tuple(keys) if self._mark is None else self._mark.keys_of(keys)
 
 
 def is_dense(entry: AnyEntry | None) -> TypeGuard[DenseEntry]:

@@ -19,9 +19,9 @@ from torch.futures import Future
 from actorsnap.errors import FormatError, UsageError
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import ValueEntry
-from actorsnap.interop.dcp.catalog import Catalog, DcpMark, DenseEntry, is_dense
+from actorsnap.interop.dcp.catalog import Catalog, DenseEntry, is_dense
 from actorsnap.interop.dcp.writer import RAW, can_open
-from actorsnap.interop.formats.dcp_metadata import BYTES_IO
+from actorsnap.interop.formats.dcp_metadata import BYTES_IO, DcpMark
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.planning.index import Wants

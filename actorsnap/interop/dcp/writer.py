@@ -29,9 +29,9 @@ from torch.futures import Future
 
 from actorsnap.errors import ObjectExists, UsageError
 from actorsnap.format.geometry import Box
-from actorsnap.interop.dcp.catalog import DcpMark, containers_above, stored_path
+from actorsnap.interop.dcp.catalog import containers_above, stored_path
 from actorsnap.interop.dcp.stager import ActorsnapStager
-from actorsnap.interop.formats.dcp_metadata import BYTES_IO
+from actorsnap.interop.formats.dcp_metadata import BYTES_IO, DcpMark
 from actorsnap.options import Options
 from actorsnap.runtime import taking
 from actorsnap.runtime.host import Host, Script

@@ -24,6 +24,7 @@ from actorsnap.format.manifest import RankManifest, Stored
 from actorsnap.interop.formats.dcp_items import Content, Located, PackedZip, locate_items
 from actorsnap.interop.formats.dcp_metadata import (
     BYTES_IO,
+    DcpMark,
     DcpMetadata,
     Path,
     StoredItem,
@@ -86,14 +87,14 @@ async def read(place: Place) -> Foreign | None:
         manifests.append(await place.run_blocking(describer.manifest, metadata.leaves, paths))
         joined.update(describer.description.joined)
         packed.update(describer.description.packed)
-    # What ``interop.dcp`` reads, to name leaves as DCP does.
-    mark = {"v": 1, "flat": all([each.is_flat for each in ranks]), "key": paths.key}
+    # ``interop.dcp`` and exports name leaves as DCP does.
+    mark = DcpMark(flat=all([each.is_flat for each in ranks]), key=paths.key)
     return Foreign(
         format="torch.distributed.checkpoint",
         manifests=tuple(manifests),
         joined=joined,
         packed=packed,
-        metadata={"dcp": mark},
+        metadata=mark.metadata(),
     )
 
 

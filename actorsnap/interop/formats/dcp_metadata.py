@@ -9,7 +9,7 @@ to 2.13, whose files differ only in the modules of some classes.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from io import BytesIO
 from typing import Any, TypeAlias
 
@@ -67,6 +67,63 @@ _MAX_ARGUMENTS = 64
 
 BYTES_IO = "actorsnap.BytesIO"
 """Begins a pair with the content of a ``BytesIO``, also in snapshots of ``interop.dcp``."""
+
+
+TOP = "dcp"
+"""The key of leaves at the top level of a state dict, in snapshots of ``interop.dcp``."""
+
+MARK = "dcp"
+"""The key of a ``DcpMark`` in the ``metadata`` of the commit object."""
+
+
+class DcpMark(msgspec.Struct, frozen=True):
+    """The snapshot has the state dict of a DCP call.
+
+    Attributes:
+        v: Version of this mark.
+        flat: False: the planner did not flatten; all leaves are at the top level.
+        key: Of leaves at the top level of the state dict; empty if they keep their names.
+            ``dcp_folders`` chooses another one.
+    """
+
+    v: int = 1
+    flat: bool = True
+    key: str = TOP
+
+    @classmethod
+    def of(cls, metadata: Mapping[str, Any]) -> DcpMark | None:
+        """Returns None for any other snapshot."""
+        try:
+            mark = msgspec.convert(metadata.get(MARK), cls)
+        except msgspec.ValidationError:
+            return None
+        return mark if mark.v == 1 else None
+
+    def metadata(self) -> dict[str, Any]:
+        key = {} if self.key == TOP else {"key": self.key}
+        return {MARK: {"v": self.v, "flat": self.flat, **key}}
+
+    def keys_of(self, keys: Sequence[str | int]) -> Path:
+        """Returns the keys of a leaf in the state dict, from those in the snapshot."""
+        is_below = bool(self.key) and len(keys) > 1 and keys[0] == self.key
+        return tuple(keys[1:] if is_below else keys)
+
+    def state_dict_of(self, app_state: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the state dict, from the state of all keys of the snapshot.
+
+        Raises:
+            UsageError: A leaf of the top level has the name of a key.
+        """
+        top = app_state.get(self.key) if self.key else None
+        if not isinstance(top, Mapping):
+            return dict(app_state)
+        found = {key: state for key, state in app_state.items() if key != self.key}
+        if twice := sorted([str(key) for key in top if key in found]):
+            raise UsageError(
+                f"{twice[0]!r} is a key of the snapshot, and of a leaf below {self.key!r}. In DCP, "
+                "both are at the top level: rename one, or export one key"
+            )
+        return found | dict(top)
 
 
 class StoredItem(msgspec.Struct, frozen=True, gc=False):
