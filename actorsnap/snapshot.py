@@ -364,10 +364,10 @@ class Snapshot(SnapshotHandle):
                 dict replaces the longest prefix that ends where a name ends: ``{"state_dict":
                 "model"}`` moves a key, ``{"model/fc1": "model/encoder"}`` a layer, ``{"model/fc1":
                 "encoder"}`` makes a layer a key, ``{"encoder/": "model/fc1."}`` a key a layer, and
-                ``{"model/module.": "model/"}`` drops a wrapper's name. A prefix without a path is
-                an error. A str is a prefix to drop from the names below all keys:
-                ``"_orig_mod."``. A function gets each path, also of containers, and returns the
-                new path, or None to leave it out.
+                ``{"model/module.": "model/"}`` drops a wrapper's name. Write ``/`` after a key and
+                ``.`` after a layer. A prefix that matches no path is an error. A str is a prefix to
+                drop from the names below all keys: ``"_orig_mod."``. A function gets each path,
+                also of containers, and returns the new path, or None to leave it out.
             cast: Convert between floating-point dtypes. A tensor of another dtype is first read
                 into separate memory (for a DTensor, the part that this process holds), then copied.
             group, store, progress: See ``take``.
@@ -955,7 +955,7 @@ name_methods(PendingHandle, "PendingSnapshot")
 
 
 class PendingSnapshot(PendingHandle):
-    """A save in progress. Await it, or poll ``done()``.
+    """A save in progress. Await ``wait()`` for the result, or poll ``done()``.
 
     If you drop the handle, the save continues and a failure is logged as an error. At interpreter
     exit, ``Options.at_exit`` applies.

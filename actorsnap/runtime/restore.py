@@ -102,6 +102,7 @@ class _LeftOut(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_complete(self) -> bool:
+        """Whether nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
 
 
@@ -137,8 +138,10 @@ class RestorePlan(_LeftOut, frozen=True, kw_only=True):
         bytes_read: Bytes to read from the storage, in whole checksum blocks or compressed frames.
         num_requests: Number of read requests to the storage.
         bytes_read_by_rank: ``bytes_read`` of each rank.
-        missing, unexpected, mismatched: See ``IncompatibleState``. A line that applies only to some
-            ranks begins with the rank.
+        missing: See ``IncompatibleState``. A line that applies only to some ranks begins with the
+            rank.
+        unexpected: The same for paths of the snapshot that have no place in a module.
+        mismatched: The same for leaves that do not fit.
     """
 
     mode: str
