@@ -90,7 +90,7 @@ def not_plain(path: str, what: str) -> UsageError:
     return UsageError(
         f"{path!r} is a {what}: only dense tensors and plain values are exported. Leave its key "
         f"out: on the command line --leave-out {shlex.quote(key)}; in Python, "
-        "a function in rename= that returns None for it"
+        "pass a function as rename= that returns None for the paths of this key"
     )
 
 
