@@ -211,7 +211,8 @@ def diff(
         typer.Option(
             "--option",
             metavar="KEY=VALUE",
-            help="Storage option for A and B, unless --a-option or --b-option sets it.",
+            help="Storage option for A and B, unless --a-option or --b-option sets it. Local paths "
+            "take none: it is for the other one.",
         ),
     ] = None,
 ) -> None:

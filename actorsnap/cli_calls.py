@@ -29,11 +29,11 @@ from actorsnap.errors import (
 from actorsnap.format.foreign import CONTAINS_SNAPSHOTS
 from actorsnap.options import Options, from_env
 from actorsnap.runtime.bars import Amount, Display
-from actorsnap.runtime.host import Script
-from actorsnap.runtime.location import Location, make_location
+from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.location import Location, make_location, open_location
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
-from actorsnap.storage.registry import canonical
+from actorsnap.storage.registry import canonical, check_url
 
 T = TypeVar("T")
 
@@ -219,8 +219,25 @@ def both_sides(
 ) -> tuple[Source, Location]:
     """Returns where a command reads and where it writes, or what it compares."""
     both = parse_storage_options(option)
-    location = make_location(source, both | parse_storage_options(src_option, flags[0]))
-    return (
-        Source(location, options()),
-        make_location(to, both | parse_storage_options(dst_option, flags[1])),
-    )
+    own = parse_storage_options(src_option, flags[0]), parse_storage_options(dst_option, flags[1])
+    are_local = [_is_local(source), _is_local(to)]
+    left, right = [
+        make_location(url, given if is_local and not all(are_local) else both | given)
+        for url, given, is_local in zip((source, to), own, are_local, strict=True)
+    ]
+    run(_check_options(left, right))
+    return Source(left, options()), right
+
+
+def _is_local(url: str) -> bool:
+    return canonical(check_url(url)).startswith("/")
+
+
+def _check_options(*locations: Location) -> Script[None]:
+    """Raises ``UsageError`` for options that a storage does not take."""
+
+    async def check(host: Host) -> None:
+        for location in locations:
+            await (await open_location(host, location, fsync=True)).aclose()
+
+    yield check

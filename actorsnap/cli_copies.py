@@ -25,7 +25,6 @@ from actorsnap.cli_calls import (
     err,
     errors,
     options,
-    parse_storage_options,
     progress,
     run,
 )
@@ -78,7 +77,8 @@ BothOption = Annotated[
     typer.Option(
         "--option",
         metavar="KEY=VALUE",
-        help="Storage option for SRC and DST, unless --src-option or --dst-option sets it.",
+        help="Storage option for SRC and DST, unless --src-option or --dst-option sets it. Local "
+        "paths take none: it is for the other one.",
     ),
 ]
 
@@ -298,15 +298,15 @@ def export(
     from actorsnap.sync import Snapshot
 
     with errors():
-        both = parse_storage_options(option)
-        src_options = both | parse_storage_options(src_option, "--src-option")
+        source_there, target = both_sides(source, to, src_option, dst_option, option)
+        src_options = source_there.location.storage_options
         snapshot = Snapshot(source, storage_options=src_options, options=options())
         renames = _renames(rename)
         left_out = _RenameWithout(leave_out, renames) if leave_out else None
         common: dict[str, Any] = {
             "rename": renames if left_out is None else left_out,
             "overwrite": overwrite,
-            "storage_options": both | parse_storage_options(dst_option, "--dst-option"),
+            "storage_options": target.storage_options,
             "progress": sys.stderr.isatty(),
         }
         if format is ExportFormat.HF:

@@ -690,6 +690,44 @@ def test_each_side_of_a_copy_has_options(saved: Path, tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("command", ["cp", "convert", "export"])
+def test_a_local_side_does_not_get_the_options_of_both(
+    saved: Path, tmp_path: Path, command: str
+) -> None:
+    given = ["--to", "torch", "--leave-out", "model"] if command == "export" else []
+    for source, to in (
+        (f"optional://{saved}", f"{tmp_path / 'one'}"),
+        (saved, f"optional://{tmp_path / 'two'}"),
+    ):
+        _Noting.seen.clear()
+        ended = run(command, source, to, *given, "--option", "a=x")
+        assert ended.code == 0, ended.err
+        assert _Noting.seen
+        assert all(options == {"a": "x"} for _, options in _Noting.seen)
+
+
+def test_a_diff_with_a_local_side_has_options(saved: Path) -> None:
+    assert run("diff", saved, f"optional://{saved}", "--option", "a=x").code == 0
+
+
+@pytest.mark.parametrize("flag", ["--option", "--src-option", "--dst-option"])
+@pytest.mark.parametrize("command", ["cp", "convert", "export"])
+def test_an_option_that_no_side_takes(saved: Path, tmp_path: Path, command: str, flag: str) -> None:
+    given = ["--to", "torch"] if command == "export" else []
+    ended = run(command, saved, tmp_path / "copy", *given, flag, "region=x")
+    assert ended.code == 2
+    assert "takes no storage_options, but got: region" in ended.err
+
+
+def test_options_are_checked_before_any_io(saved: Path) -> None:
+    """The server of the destination is down: connecting to it would be tried for a minute."""
+    _Noting.seen.clear()
+    ended = run("cp", saved, f"optional://{saved}-2", "--src-option", "region=x")
+    assert ended.code == 2
+    assert "but got: region" in ended.err
+    assert _Noting.seen == []
+
+
 @pytest.mark.parametrize("flag", ["--option", "--src-option", "--dst-option"])
 def test_an_option_without_a_value(saved: Path, flag: str) -> None:
     ended = run("cp", saved, f"{saved}-2", flag, "region")
