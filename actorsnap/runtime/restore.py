@@ -138,10 +138,10 @@ class RestorePlan(_LeftOut, frozen=True, kw_only=True):
         bytes_read: Bytes to read from the storage, in whole checksum blocks or compressed frames.
         num_requests: Number of read requests to the storage.
         bytes_read_by_rank: ``bytes_read`` of each rank.
-        missing: See ``IncompatibleState``. A line that applies only to some ranks begins with the
-            rank.
-        unexpected: The same for paths of the snapshot that have no place in a module.
-        mismatched: The same for leaves that do not fit.
+        missing: Paths of modules and ``StateDict``s that the snapshot lacks. In these three tuples,
+            a line that applies only to some ranks begins with the rank.
+        unexpected: Paths of the snapshot that have no place in a module.
+        mismatched: One line for each leaf or optimizer that does not fit.
     """
 
     mode: str
