@@ -57,6 +57,9 @@ _COPY_A_RUN = (
     'see "Copy a whole run" in docs/howto/copy-and-verify.md'
 )
 
+_MAX_LEFT_OUT = 5
+"""Number of values that an export names one by one."""
+
 _MAX_LOOKED_AT = 1000
 """Number of objects at a copy's destination that are searched for other files."""
 
@@ -329,9 +332,15 @@ def export(
         output.write_lines([f"exported {tensors} to {files}, {output.size_text(report.nbytes)}"])
         for name, others in report.tied.items():
             err.print(quote(output.visible(f"{', '.join(others)}: tied to {name}, not written")))
-        for path in report.left_out:
-            why = "it is not a tensor" if "/" in path else "without --key, only 'model' is exported"
-            err.print(quote(output.visible(f"left out {path!r}: {why}")))
+        values = [path for path in report.left_out if "/" in path]
+        for path in values[:_MAX_LEFT_OUT]:
+            err.print(quote(output.visible(f"left out {path!r}: it is not a tensor")))
+        if len(values) > _MAX_LEFT_OUT:
+            more = output.count_of(len(values) - _MAX_LEFT_OUT, "more value", "more values")
+            err.print(f"left out {more}; --json names all")
+        for path in sorted({*report.left_out} - {*values}):
+            text = f"left out {path!r}: without --key, only 'model' is exported"
+            err.print(quote(output.visible(text)))
 
 
 class _RenameWithout:

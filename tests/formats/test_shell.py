@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,20 @@ def test_an_export_names_the_keys_that_it_leaves_out(tmp_path: Path) -> None:
     ended = run("export", tmp_path / "s", tmp_path / "a", "--to", "hf")
     assert "left out 'at': without --key, only 'model' is exported" in " ".join(ended.err.split())
     assert run("export", tmp_path / "s", tmp_path / "b", "--to", "hf", "--key", "model").err == ""
+
+
+def test_an_export_names_only_a_few_of_the_values_that_it_leaves_out(tmp_path: Path) -> None:
+    state = {"model": {"w": torch.ones(2)}, "lr": {f"w{n}": 0.1 for n in range(200)}}
+    Snapshot.take(tmp_path / "s", {"train": StateDict(state)})
+    ended = run("export", tmp_path / "s", tmp_path / "a", "--to", "hf", "--key", "train")
+    assert ended.code == 0
+    assert ended.err.splitlines() == [
+        *[f"left out 'train/lr/w{n}': it is not a tensor" for n in range(5)],
+        "left out 195 more values; --json names all",
+    ]
+    arguments = ("--to", "hf", "--key", "train", "--json", "--overwrite")
+    found = json.loads(run("export", tmp_path / "s", tmp_path / "a", *arguments).out)
+    assert len(found["left_out"]) == 200
 
 
 def test_convert_then_export(file: Path, tmp_path: Path) -> None:
