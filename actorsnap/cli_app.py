@@ -61,6 +61,10 @@ EPILOG = "\n\n".join(
 )
 
 
+DONE: Final = f"{__name__}.done"
+"""The key in a context's ``meta`` of the fields that an error's JSON has next to ``error``."""
+
+
 class Commands(TyperGroup):
     """With ``--json``, also prints the error that ended a command as JSON, on stdout."""
 
@@ -76,7 +80,7 @@ class Commands(TyperGroup):
             return super().invoke(ctx)
         except typer.Exit as end:
             if ctx.meta[__name__] and end.__cause__ is not None:
-                _print_json(end.__cause__, end.exit_code)
+                _print_json(end.__cause__, end.exit_code, ctx.meta.get(DONE, {}))
             raise
         except Exception as error:
             # Typer brings its own copy of click, or click.
@@ -85,12 +89,12 @@ class Commands(TyperGroup):
             raise
 
 
-def _print_json(error: BaseException, code: int) -> None:
+def _print_json(error: BaseException, code: int, done: Mapping[str, Any] = {}) -> None:
     from actorsnap.errors import ActorSnapError, notes_of, text_of
 
     message = error.format_message() if hasattr(error, "format_message") else text_of(error)
     fields = error.fields if isinstance(error, ActorSnapError) else {}
-    print_json_error(type(error).__name__, code, message, notes_of(error), fields)
+    print_json_error(type(error).__name__, code, message, notes_of(error), fields, done)
 
 
 app = typer.Typer(

@@ -25,6 +25,7 @@ from actorsnap.errors import (
     NotASnapshot,
     UnsupportedFormat,
     UsageError,
+    notes_of,
 )
 from actorsnap.format.foreign import CONTAINS_SNAPSHOTS
 from actorsnap.options import Options, from_env
@@ -119,7 +120,7 @@ def errors(damaged: int = 4, *, interrupted: str = "interrupted") -> Iterator[No
         print_error(text)
         raise typer.Exit(_exit_code(error, damaged)) from error
     except KeyboardInterrupt as error:
-        err.print(interrupted)
+        err.print(quote(output.visible("\n".join([interrupted, *notes_of(error)]))))
         raise typer.Exit(130) from error
     except (typer.Exit, typer.Abort):
         raise

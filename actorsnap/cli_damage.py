@@ -194,7 +194,10 @@ def _check_unfinished(name: str, path: str, leftovers: Iterable[maintenance.Left
     """A complete attempt may be a snapshot that lost its commit object."""
     if not any(leftover.is_complete for leftover in leftovers):
         return _Checked(name, "unfinished")
-    why = f"only the commit object is missing; {recover_command(path)} writes it again"
+    why = (
+        f"only the commit object is missing; {recover_command(path)} writes it again. If an "
+        "`actorsnap rm` was interrupted, `actorsnap rm --garbage --yes` deletes the rest"
+    )
     return _Checked(name, "complete", [why], [why])
 
 

@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated
 
 import msgspec
@@ -13,6 +16,7 @@ from rich.markup import escape as quote
 
 from actorsnap import cli_output as output
 from actorsnap.actors.formats import NOT_OURS, format_of
+from actorsnap.cli_app import DONE
 from actorsnap.cli_calls import (
     JsonOption,
     NotConfirmed,
@@ -26,7 +30,7 @@ from actorsnap.cli_calls import (
     recover_command,
     run,
 )
-from actorsnap.errors import ActorSnapError, ChecksumMismatch, UsageError
+from actorsnap.errors import ActorSnapError, ChecksumMismatch, NotASnapshot, UsageError
 from actorsnap.runtime import maintenance, reading
 from actorsnap.runtime.roots import find_pins
 from actorsnap.runtime.source import Source
@@ -37,6 +41,7 @@ def register(app: typer.Typer) -> None:
 
 
 def rm(
+    context: typer.Context,
     paths: Annotated[
         list[str], typer.Argument(help="Paths or URLs of snapshots.", metavar="PATH...")
     ],
@@ -96,15 +101,63 @@ def rm(
                 raise NotConfirmed(
                     "not confirmed, so nothing was deleted; --yes skips the question"
                 )
+        deleted: list[str] = []
+        context.meta[DONE] = {"deleted": deleted}
         for path, source in sources.items():
-            if not force:
-                _refuse_pinned(source, path)  # since the question
-            run(maintenance.delete(source))
+            try:
+                if not force:
+                    _refuse_pinned(source, path)  # since the question
+                _delete(source, path)
+            except (ActorSnapError, Pinned, KeyboardInterrupt) as error:
+                others = [each for each in sources if each != path and each not in deleted]
+                if others:
+                    error.add_note(f"not tried: {', '.join(others)}")
+                raise
+            deleted.append(path)
             if not as_json:
                 output.write_lines([f"deleted {path}"])
                 sys.stdout.flush()
         if as_json:
-            output.print_json({"deleted": list(sources)})
+            output.print_json({"deleted": deleted})
+
+
+def _delete(source: Source, path: str) -> None:
+    """Deletes a snapshot. If that is interrupted, names the command that deletes the rest."""
+    try:
+        with _advising_garbage(source, path):
+            run(maintenance.delete(source))
+    except NotASnapshot:
+        raise
+    except (ActorSnapError, KeyboardInterrupt) as error:
+        error.add_note(
+            f"the commit object of {path} may be deleted, and its data not: "
+            f"{_garbage_command(path)} deletes the rest. For a snapshot that another host has "
+            "saved in the last 24 hours, that needs --force, too"
+        )
+        raise
+
+
+@contextmanager
+def _advising_garbage(source: Source, path: str) -> Iterator[None]:
+    """Names the command that deletes attempts to the caller who wants them deleted."""
+    try:
+        yield
+    except NotASnapshot as error:
+        leftovers = run(maintenance.find_leftovers(source)) if error.found == "unfinished" else []
+        if not leftovers:
+            raise
+        attempts = output.count_of(len(leftovers), "attempt", "attempts")
+        raise NotASnapshot(
+            key=error.key,
+            found=error.found,
+            detail=f"there is no commit object, only {attempts}. A save did not end, a copy left "
+            f"the commit object out, or an `actorsnap rm` was interrupted or is running. "
+            f"{_garbage_command(path)} deletes what is left",
+        ) from error
+
+
+def _garbage_command(path: str) -> str:
+    return f"`actorsnap rm --garbage --yes {shlex.quote(output.one_line(path))}`"
 
 
 def _refuse_pinned(source: Source, path: str) -> None:
@@ -154,7 +207,8 @@ def _what_to_delete(source: Source, path: str) -> str:
     """Describes a snapshot to delete. Refuses folders that are not snapshots."""
     try:
         objects = output.DataObjects()
-        commit = run(reading.each_manifest(source, lambda _, manifest: objects.add(manifest)))
+        with _advising_garbage(source, path):
+            commit = run(reading.each_manifest(source, lambda _, manifest: objects.add(manifest)))
     except ChecksumMismatch:
         return f"the damaged snapshot {path}"
     if commit.version == NOT_OURS:

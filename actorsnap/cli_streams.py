@@ -20,11 +20,16 @@ def prepare_streams() -> None:
 
 
 def print_json_error(
-    kind: str, code: int, message: str, notes: Sequence[str] = (), fields: Mapping[str, Any] = {}
+    kind: str,
+    code: int,
+    message: str,
+    notes: Sequence[str] = (),
+    fields: Mapping[str, Any] = {},
+    done: Mapping[str, Any] = {},
 ) -> None:
-    """Prints the error that ended a command as JSON, on stdout."""
+    """Prints the error that ended a command as JSON, on stdout, with what the command had done."""
     found = {"type": kind, "exit_code": code, "message": message, "notes": notes, "fields": fields}
-    sys.stdout.write(json.dumps({"error": found}, default=repr) + "\n")
+    sys.stdout.write(json.dumps({"error": found, **done}, default=repr) + "\n")
     sys.stdout.flush()
 
 

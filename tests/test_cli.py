@@ -824,6 +824,51 @@ def test_rm_of_what_is_no_snapshot(tmp_path: Path, unfinished: Path) -> None:
     assert list(unfinished.rglob("*.safetensors"))
 
 
+def test_an_interrupted_rm(saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it leaves is not taken for a snapshot to restore, and one command deletes it."""
+    other = Path(shutil.copytree(saved, tmp_path / "other"))
+
+    def interrupt(_: Source) -> None:
+        os.unlink(saved / COMMIT_KEY)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(maintenance, "delete", interrupt)
+        ended = run("rm", "--yes", "--json", saved, other)
+    assert ended.code == 130
+    rest = f"`actorsnap rm --garbage --yes {saved}` deletes the rest"
+    assert ended.err.startswith("interrupted\n")
+    assert rest in ended.err
+    document = json.loads(ended.out)
+    assert document["deleted"] == []
+    assert document["error"]["notes"][-1] == f"not tried: {other}"
+    ended = run("rm", "--yes", saved)
+    assert ended.code == 3
+    assert "there is no commit object, only 1 attempt" in ended.err
+    assert f"`actorsnap rm --garbage --yes {saved}` deletes what is left" in ended.err
+    assert "estore" not in ended.err
+    assert "recover" not in ended.err
+    assert "`actorsnap rm --garbage --yes` deletes" in run("verify", "--all", tmp_path).out
+    (attempt,) = (path for path in saved.iterdir() if path.is_dir())
+    begun, host, _, nonce = attempt.name.split("-")
+    attempt.rename(saved / f"{begun}-{host}-{_DEAD_PID}-{nonce}")
+    assert run("rm", "--garbage", "--yes", saved).code == 0
+    assert not saved.exists()
+
+
+def test_rm_of_several_of_which_one_fails(saved: Path, tmp_path: Path) -> None:
+    paths = [saved, faulty_url(Path(shutil.copytree(saved, tmp_path / "b"))), tmp_path / "c"]
+    shutil.copytree(saved, tmp_path / "c")
+    with faulty(lambda inner: FaultyStorage(inner, fail_at=1, fail_verbs={"delete"})):
+        ended = run("rm", "--yes", "--json", *paths)
+    assert ended.code == 4
+    document = json.loads(ended.out)
+    assert document["deleted"] == [str(saved)]
+    assert document["error"]["type"] == "StorageError"
+    assert f"not tried: {tmp_path}/c" in ended.err
+    assert Snapshot(tmp_path / "c").exists()
+
+
 def test_rm_garbage(saved: Path, unfinished: Path) -> None:
     (attempt,) = unfinished.iterdir()
     attempt.rename(saved / attempt.name)
