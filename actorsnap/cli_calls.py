@@ -24,6 +24,7 @@ from actorsnap.errors import (
     IncompatibleState,
     NotASnapshot,
     UnsupportedFormat,
+    StorageError,
     UsageError,
     notes_of,
 )
@@ -39,6 +40,9 @@ from actorsnap.storage.registry import canonical, check_url
 T = TypeVar("T")
 
 err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
+_TIMEOUT, _DAY_S = "ACTORSNAP_TIMEOUT_S", "86400"
+"""The variable of the time limit, and the largest one, which is the default of commands."""
+
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, including errors.")]
 PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
@@ -66,7 +70,7 @@ class Pinned(Exception):
 
 def options() -> Options:
     # Large snapshots take hours. Ctrl-C ends the command.
-    return from_env({"ACTORSNAP_TIMEOUT_S": "86400", **os.environ})
+    return from_env({_TIMEOUT: _DAY_S, **os.environ})
 
 
 def make_source(path: str, option: list[str] | None) -> Source:
@@ -118,6 +122,8 @@ def errors(damaged: int = 4, *, interrupted: str = "interrupted") -> Iterator[No
         if isinstance(error, UsageError) and "allow_pickle" in text:
             text += "\nOn the command line: set ACTORSNAP_ALLOW_PICKLE=true"
         print_error(text)
+        elif isinstance(error, StorageError) and "Options.timeout_s" in text:
+            text += f"\nOn the command line: set {_TIMEOUT}, in seconds (default: {_DAY_S}, a day)"
         raise typer.Exit(_exit_code(error, damaged)) from error
     except KeyboardInterrupt as error:
         err.print(quote(output.visible("\n".join([interrupted, *notes_of(error)]))))
@@ -218,7 +224,13 @@ def both_sides(
     option: list[str] | None,
     flags: tuple[str, str] = ("--src-option", "--dst-option"),
 ) -> tuple[Source, Location]:
-    """Returns where a command reads and where it writes, or what it compares."""
+    """Returns where a command reads and where it writes, or what it compares.
+
+    Local paths take no options: ``option`` is for the other side.
+
+    Raises:
+        UsageError: A storage does not take its options. Raised before any I/O.
+    """
     both = parse_storage_options(option)
     own = parse_storage_options(src_option, flags[0]), parse_storage_options(dst_option, flags[1])
     are_local = [_is_local(source), _is_local(to)]

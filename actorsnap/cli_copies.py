@@ -16,7 +16,7 @@ import typer
 from rich.markup import escape as quote
 
 from actorsnap import cli_output as output
-from actorsnap.actors.formats import format_of
+from actorsnap.actors.formats import NOT_OURS, format_of
 from actorsnap.actors.snapshot_reader import find_commit
 from actorsnap.cli_calls import (
     JsonOption,
@@ -132,7 +132,7 @@ def cp(
         elif report.was_there:
             output.write_lines(
                 [
-                    f"{to} already is this snapshot, and was not changed: all objects exist and "
+                    f"{to} already holds this snapshot; nothing was changed: all objects exist and "
                     "have the right sizes. `actorsnap verify --full "
                     f"{shlex.quote(output.one_line(to))}` compares their bytes"
                 ]
@@ -246,12 +246,13 @@ def convert(
             return
         tensors = output.count_of(num_tensors, "tensor", "tensors")
         values = output.count_of(num_values, "value", "values")
+        since = "from now on " if commit.version == NOT_OURS else ""
         output.write_lines(
             [
                 f"read {source}: {format_of(commit)}",
                 f"wrote {to}: {tensors}, {values}, {output.size_text(num_bytes)}; nothing was "
                 "refused or left out",
-                "from now on every byte has a checksum: restores compare them, and so does "
+                f"{since}every byte has a checksum: restores compare them, and so does "
                 f"`actorsnap verify --full {shlex.quote(output.one_line(to))}`",
             ]
         )

@@ -537,7 +537,7 @@ def test_cp(saved: Path, tmp_path: Path) -> None:
     assert run("verify", "--full", to).code == 0
     for more in ([], ["--overwrite"]):
         ended = run("cp", *more, saved, to)
-        assert "already is this snapshot, and was not changed: all objects exist" in ended.out
+        assert "already holds this snapshot; nothing was changed: all objects exist" in ended.out
         assert f"`actorsnap verify --full {to}` compares their bytes" in ended.out
 
 
@@ -633,6 +633,20 @@ def test_a_terminal_sees_how_far_a_copy_is(long: Path, tmp_path: Path) -> None:
     assert "copying" in text
     assert "━" in text
     assert "copied 2 objects, 11.8 MiB" in text.replace("\r", "").splitlines()[-1]
+
+
+def test_a_time_limit_has_a_remedy_for_the_shell(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ACTORSNAP_TIMEOUT_S", "0.000001")
+    ended = run("cp", saved, tmp_path / "copy")
+    assert ended.code == 4
+    assert "On the command line: set ACTORSNAP_TIMEOUT_S, in seconds" in ended.err
+
+
+def test_converting_a_snapshot_does_not_claim_new_checksums(saved: Path, tmp_path: Path) -> None:
+    ended = run("convert", saved, tmp_path / "copy")
+    assert "\nevery byte has a checksum: restores compare them" in ended.out
 
 
 # Options of storages --------------------------------------------------------------------------

@@ -10,13 +10,14 @@ always awaited.
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import anyio
 import anyio.abc
 
-from actorsnap.errors import StorageError, describe
+from actorsnap.errors import ActorSnapError, StorageError, describe
 from actorsnap.log import Log
 from actorsnap.storage.base import RunBlocking, ends_this_task
 
@@ -42,6 +43,7 @@ class AbandonableTasks:
 
     Attributes:
         run_blocking, run_cpu: The given ones; their running calls are counted for messages.
+        how_far: Returns how far the call came, for a message; empty if unknown.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class AbandonableTasks:
         self._tasks = tasks
         self.run_blocking = self._counted(run_blocking)
         self.run_cpu = self._counted(run_cpu or run_blocking)
+        self.how_far: Callable[[], str] = str
         self._label = label
         self._on_retry = on_retry
         self._deadline = deadline
@@ -135,14 +138,18 @@ class AbandonableTasks:
             raise errors.pop()
         return results.pop()
 
-    async def clean_up(self, step: Callable[[], Awaitable[None]]) -> None:
+    async def clean_up(
+        self, step: Callable[[], Awaitable[None]], consequence: str = "garbage was left"
+    ) -> None:
         """Runs ``step`` despite cancellation, for a bounded time; never raises its error.
+
+        ``consequence`` is logged if the step fails.
 
         After an abandoned errand the step is abandoned too, and runs once that has returned.
         """
         remaining_s = self._deadline - anyio.current_time()
         limit_s = max(_GRACE_S, min(remaining_s, _CLEANUP_S))
-        await self._end(step, limit_s, "garbage was left")
+        await self._end(step, limit_s, consequence)
 
     async def close(self, aclose: Callable[[], Awaitable[None]]) -> None:
         """``clean_up`` for closing a storage, within half of the remaining time.
@@ -185,8 +192,17 @@ class AbandonableTasks:
     async def _tidy(self, step: Callable[[], Awaitable[None]], consequence: str) -> None:
         try:
             await step()
-        except Exception:  # any error
-            logger.warning("%s: %s", self._label, consequence, exc_info=True)
+        except Exception as error:  # any error
+            first = first_error(error)
+            if isinstance(first, ActorSnapError):
+                logger.warning("%s: %s (%s)", self._label, consequence, first)
+            else:
+                logger.warning("%s: %s", self._label, consequence, exc_info=True)
+
+
+def garbage_left(url: str) -> str:
+    """Returns the consequence of a failed clean-up of a snapshot's objects, with a remedy."""
+    return f"garbage was left at {url}; `actorsnap rm --garbage {shlex.quote(url)}` deletes it"
 
 
 def first_error(error: BaseException) -> BaseException:

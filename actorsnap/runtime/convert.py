@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from actorsnap.actors.abandonable import garbage_left
 from actorsnap.actors.checksum_ledger import ChecksumLedger, manifest_of
 from actorsnap.actors.commit import check_stored
 from actorsnap.actors.fetcher import RangeRequest
@@ -226,7 +227,7 @@ class Conversion:
             await for_each(plan.chunks, move, at_once=at_once)
             await writer.complete()
         except BaseException:
-            await self.opened.errands.clean_up(writer.abort)
+            await self.opened.errands.clean_up(writer.abort, garbage_left(self.target.url))
             raise
         await self.on_copied(plan.key, plan.size)
 

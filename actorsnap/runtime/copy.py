@@ -23,7 +23,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 
-from actorsnap.actors.abandonable import first_error
+from actorsnap.actors.abandonable import first_error, garbage_left
 from actorsnap.actors.commit import commit_alone
 from actorsnap.actors.items import Pace
 from actorsnap.actors.snapshot_reader import find_commit, missing_is_damage, read_intact
@@ -61,6 +61,7 @@ from actorsnap.runtime.location import Location, check_flag
 from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts, find_claims
 from actorsnap.runtime.manifests import ManifestStream, OwnerCheck
 from actorsnap.runtime.source import OpenSource, Source, begins_anew, opened_storage
+from actorsnap.runtime.texts import size_text
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ def _copy(
                 errands = opened.errands
                 async with opened_storage(host, to, errands, scratch=str(copier)) as target:
                     job = _Copy(opened, target, str(copier), on_event, pace)
+                    errands.how_far = job.how_far
                     return await errands.run(job.run, overwrite)
         finally:
             host.resources.attempts.end(copier)
@@ -207,6 +209,15 @@ class _Copy:
         self._chunk_bytes = chunk_within(options.chunk_bytes, budget.limit_bytes)
         self._at_once = min(options.num_uploaders, FIRST_AT_ONCE)
         self._moving = anyio.CapacityLimiter(self._at_once)
+
+    def how_far(self) -> str:
+        """Describes the bytes that were copied; empty if there are none."""
+        if not self._done_bytes:
+            return ""
+        text = f"{size_text(self._done_bytes)} of {size_text(self._total_bytes)} were copied"
+        if self.opened.reader.foreign is None:
+            text += "; the next copy continues after the complete objects"
+        return text
 
     async def run(self, overwrite: bool) -> CopyReport:
         """Runs the copy.
@@ -243,7 +254,7 @@ class _Copy:
         except BaseException as error:
             await self._leave(error)
             raise
-        await self._errands.clean_up(self._claim.withdraw)
+        await self._clean_up(self._claim.withdraw)
         if was_there:
             return there
         return CopyReport(
@@ -258,14 +269,17 @@ class _Copy:
         """After a failure: withdraws the claim, unless it protects objects for a resume."""
         claim = self._claim
         if not claim.has_objects:
-            await self._errands.clean_up(self._withdraw_if_empty)
+            await self._clean_up(self._withdraw_if_empty)
         elif not claim.is_current:
-            await self._errands.clean_up(claim.renew)
+            await self._clean_up(claim.renew)
         if claim.has_objects and isinstance(error, Exception):
             first_error(error).add_note(
                 f"actorsnap: complete objects in {self.target.url} stay for the next copy; "
                 "`actorsnap rm --garbage` deletes them"
             )
+
+    async def _clean_up(self, step: Callable[[], Awaitable[None]]) -> None:
+        await self._errands.clean_up(step, garbage_left(self.target.url))
 
     async def _withdraw_if_empty(self) -> None:
         if not await self._sizes():
@@ -297,18 +311,18 @@ class _Copy:
             with self._writing():
                 replaced, was_vacant = await self._find_replaced(overwrite)
         except BaseException:
-            await self._errands.clean_up(self._delete_attempt)
+            await self._clean_up(self._delete_attempt)
             raise
         try:
             with self._writing():
                 await commit_alone(self.target, commit, overwrite=overwrite)
         except ObjectExists:
-            await self._errands.clean_up(self._delete_attempt)
+            await self._clean_up(self._delete_attempt)
             raise
         # It was compared before the commit; a change from now on is of no interest.
         self.opened.reader.foreign = None
         logger.info("%s: committed a conversion of %s", self.target.url, self._storage.url)
-        await self._errands.clean_up(partial(self._collect, replaced, was_vacant))
+        await self._clean_up(partial(self._collect, replaced, was_vacant))
         await self._report_event(CopyEventKind.COMMITTED)
         return CopyReport(
             attempt=commit.attempt, num_copied=self._num_copied, copied_bytes=self._copied_bytes
@@ -377,7 +391,7 @@ class _Copy:
                     await self.target.delete_folder(copier)
             await self._collect(replaced, was_vacant)
 
-        await self._errands.clean_up(collect)
+        await self._clean_up(collect)
         await self._report_event(CopyEventKind.COMMITTED)
 
     async def _is_there(self, commit: Commit, plan: CopyPlan, overwrite: bool) -> bool:
@@ -451,7 +465,7 @@ class _Copy:
         claims = earlier.copies[self._attempt]
         others = [info for name, info in claims.items() if name != self.copier]
         if found and not others:
-            await self._errands.clean_up(self._claim.withdraw)
+            await self._clean_up(self._claim.withdraw)
             raise self._claim.refused(_UNCLAIMED)
         if not others:
             return frozenset()
@@ -510,7 +524,7 @@ class _Copy:
                 replaced, was_vacant = await self._find_replaced(overwrite)
                 await commit_alone(self.target, commit, overwrite=overwrite)
         except ObjectExists:
-            await self._errands.clean_up(self._discard)
+            await self._clean_up(self._discard)
             raise
         return replaced, was_vacant
 
@@ -566,7 +580,7 @@ class _Copy:
             with self._writing():
                 await writer.complete()
         except BaseException:
-            await self._errands.clean_up(writer.abort)
+            await self._clean_up(writer.abort)
             raise
         self._claim.add([copied.key])
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import anyio
 
-from actorsnap.actors.abandonable import AbandonableTasks, first_error
-from actorsnap.errors import FormatError, StorageError
+from actorsnap.actors.abandonable import AbandonableTasks, first_error, garbage_left
+from actorsnap.errors import FormatError, StorageError, notes_of
 from actorsnap.format.layout import copy_claim_key, encode_copy_claim
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.maintenance import Claims, find_attempts, find_claims, find_collectable
@@ -123,7 +123,7 @@ class CopyClaim:
             ]
             rivals = await self._alive(fresh)
             if any(rival < self.copier for rival in rivals):
-                await self.errands.clean_up(self.withdraw)
+                await self.errands.clean_up(self.withdraw, garbage_left(self.target.url))
                 raise self.refused(
                     f"another copy of this snapshot to there is under way ({rivals[0]}). Wait for "
                     "it; if it died on another machine, try again in a few minutes",
@@ -163,4 +163,6 @@ def naming_side(name: str, url: str) -> Iterator[None]:
         named = type(found)(**fields)
         if isinstance(named, FormatError):
             named.name_snapshot(url)
+        for note in notes_of(found):  # such as the number of tries
+            named.add_note(note)
         raise named from error

@@ -47,6 +47,9 @@ _MAX_TRIES = 3
 """Tries, if the snapshot is replaced meanwhile."""
 
 
+_SLOW = "the storage is slow or does not answer"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Written:
     """A snapshot as its save knows it, without reading.
@@ -219,8 +222,8 @@ class Source:
                 key="",
                 backend=self.location.display_url,
                 detail=f"timeout_s={self.options.timeout_s:g} has passed; "
-                f"{errands.trouble or 'the storage does not answer'}. Raise Options.timeout_s "
-                "for a slow storage",
+                f"{errands.trouble or errands.how_far() or _SLOW}. Raise Options.timeout_s for a "
+                "slow storage",
                 retryable=True,
             )
 

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
+import math
 import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -328,6 +329,40 @@ async def test_every_operation_fails_once(
         await collect(to)
         assert await leftovers(to) == []
     assert k > (5 if side == "source" else 15)
+
+
+async def test_a_failed_clean_up_is_one_line(
+    saved: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    to = str(tmp_path / "a copy")
+    verbs = ("write_at", "delete_folder")
+    with failing(fail_at=1, fail_verbs=verbs, is_lasting=True), pytest.raises(StorageError):
+        await Snapshot(saved).copy_to(faulty_url(to))
+    (record,) = [each for each in caplog.records if "garbage" in each.getMessage()]
+    left = f"garbage was left at {to}; `actorsnap rm --garbage '{to}'` deletes it"
+    assert left in record.getMessage()
+    assert "a scripted fault" in record.getMessage()
+    assert record.exc_info is None
+
+
+async def test_a_copy_that_runs_out_of_time_says_how_far_it_came(
+    saved: str, tmp_path: Path
+) -> None:
+    options = Options(timeout_s=1.0)
+    with (
+        faulty(lambda inner: FaultyStorage(inner, latency_s={"complete": math.inf})),
+        pytest.raises(StorageError, match=r"7\.. MiB of 7\.. MiB were copied; the next") as raised,
+    ):
+        await Snapshot(saved, options=options).copy_to(faulty_url(tmp_path / "to"))
+    assert "does not answer" not in str(raised.value)
+
+
+def test_naming_a_side_keeps_the_notes() -> None:
+    error = StorageError(op="get", key="k", backend="b", detail="down")
+    error.add_note("given up after 3 tries in 1.0 s")
+    with pytest.raises(StorageError) as raised, copy_claim.naming_side("the source", "url"):
+        raise error
+    assert raised.value.__notes__ == ["given up after 3 tries in 1.0 s"]
 
 
 async def assert_whole_copy_or_garbage(url: str) -> None:
