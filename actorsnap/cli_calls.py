@@ -22,6 +22,7 @@ from actorsnap.errors import (
     ActorSnapError,
     FormatError,
     IncompatibleState,
+    MissingPackage,
     NotASnapshot,
     UnsupportedFormat,
     StorageError,
@@ -174,6 +175,8 @@ def is_confirmed(question: str) -> bool:
 
 def _exit_code(error: ActorSnapError, damaged: int) -> int:
     match error:
+        case MissingPackage():
+            return 4
         case UsageError():
             return 2
         case NotASnapshot() | IncompatibleState():

@@ -285,6 +285,10 @@ class StorageError(ActorSnapError):
         backend: URL of the storage, without credentials.
         detail: The backend's message, and advice.
         retryable: Whether the same call may succeed later.
+class MissingPackage(UsageError):
+    """The call needs a package that is not installed. The message has the command."""
+
+
         retry_after_s: Wait that the storage requested, in seconds, or None.
     """
 

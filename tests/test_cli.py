@@ -1156,10 +1156,17 @@ def test_bad_usage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         r"unknown storage scheme 's4'; did you mean 's3'\? Known are: .*file, .*fs, .*memory",
         ended.err,
     )
+    assert "pip install" not in ended.err, "fsspec is installed"
     monkeypatch.setenv("ACTORSNAP_VERIFY", "perhaps")
     ended = run("ls", saved)
     assert ended.code == 2
     assert "ACTORSNAP_VERIFY='perhaps': write true, false, 1 or 0" in ended.err
+
+
+def test_a_missing_package() -> None:
+    ended = run("ls", "abfs://container/x")
+    assert ended.code == 4
+    assert "pip install adlfs" in ended.err
 
 
 def test_help_and_version() -> None:

@@ -39,6 +39,7 @@ from fsspec.spec import AbstractBufferedFile
 from actorsnap.errors import (
     AccessDenied,
     ActorSnapError,
+    MissingPackage,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -99,11 +100,13 @@ def open_fsspec(url: str, context: StorageContext) -> Storage:
         cause = error.__cause__
         missing = cause.name if isinstance(cause, ModuleNotFoundError) else None
         if missing and missing in str(error):  # fsspec's hint names the module: so PyPI has it
-            raise UsageError(
+            raise MissingPackage(
                 f"{scheme}:// needs the package {missing!r}, which is not installed: "
                 f"pip install {missing}"
             ) from None
-        raise UsageError(f"{scheme}:// needs a package that is not installed: {error}") from error
+        raise MissingPackage(
+            f"{scheme}:// needs a package that is not installed: {error}"
+        ) from error
     except Exception as error:
         raise UsageError(f"{scheme}:// cannot be loaded: {error!r}") from error
     storage = FsspecStorage(place.rstrip("/"), implementation, context)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
-from actorsnap.errors import UsageError, did_you_mean, printable
+from actorsnap.errors import MissingPackage, UsageError, did_you_mean, printable
 from actorsnap.storage.base import Storage, StorageContext, StorageFactory
 from actorsnap.storage.posix import working_folder
 from actorsnap.tracebacks import short_traceback
@@ -218,7 +218,9 @@ def _factory(scheme: str) -> StorageFactory:
 
 
 def _fsspec_factory(scheme: str) -> StorageFactory:
+    advice = "pip install 'actorsnap[fsspec]' adds the schemes of fsspec"
     if find_spec("fsspec") is not None:
+        advice = "fsspec, which is installed, does not know it either"
         module = import_module("actorsnap.storage.fsspec")
         if module.has_implementation(scheme):
             factory: StorageFactory = module.open_fsspec
@@ -227,8 +229,8 @@ def _fsspec_factory(scheme: str) -> StorageFactory:
     hint = did_you_mean(scheme, known, cutoff=0.5)
     raise UsageError(
         f"unknown storage scheme {scheme!r}; {f'{hint} Known' if hint else 'known'} are: "
-        f"{', '.join(known)}. pip install 'actorsnap[fsspec]' adds the schemes of fsspec. A "
-        f"package can add a scheme through the entry-point group {ENTRY_POINT_GROUP!r}."
+        f"{', '.join(known)}. {advice}. A package can add a scheme through the entry-point group "
+        f"{ENTRY_POINT_GROUP!r}."
     )
 
 
@@ -244,7 +246,7 @@ def _load(scheme: str, value: str, package: str = "") -> StorageFactory:
     except Exception as error:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if not package and scheme in _EXTRAS and missing is not None:
-            raise UsageError(
+            raise MissingPackage(
                 f"{scheme}:// needs the package {missing.partition('.')[0]!r}, which is not "
                 f"installed: pip install 'actorsnap[{_EXTRAS[scheme]}]'"
             ) from None

@@ -36,6 +36,7 @@ from actorsnap.errors import (
     AccessDenied,
     ActorSnapError,
     ChecksumMismatch,
+    MissingPackage,
     ObjectExists,
     ObjectNotFound,
     StorageError,
@@ -233,6 +234,7 @@ _OWN: tuple[type[ActorSnapError], ...] = (
     Throttled,
     StorageError,
     ChecksumMismatch,
+    MissingPackage,
     UsageError,
 )
 """Errors that a storage may raise, the narrower first. A derived class may lack their fields, and

@@ -127,7 +127,7 @@ class TestFsspecAsync(StorageConformance):
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("nowhere://host/path", "unknown storage scheme 'nowhere'.*actorsnap.fsspec"),
+        ("nowhere://host/path", "unknown storage scheme 'nowhere'.* which is installed"),
         ("fsspec+nowhere://host/path", "unknown storage scheme 'fsspec.nowhere'"),
         ("abfs://container/path", "abfs:// needs the package 'adlfs',.*: pip install adlfs$"),
     ],
