@@ -47,6 +47,9 @@ _COMMIT_KEYS = ("actorsnap.json", ".actorsnap")
 _MAX_SHOWN_RANKS = 8
 """Limit of the numbers and ranges of ranks in a text."""
 
+_RAISED_THIS = re.compile("actorsnap: (.+?) raised this(.*)", re.DOTALL)
+"""A note that names the application's code that raised an exception."""
+
 __all__ = [
     "AccessDenied",
     "ActorSnapError",
@@ -148,7 +151,14 @@ def notes_of(error: BaseException) -> list[str]:
 def describe(error: BaseException) -> str:
     """Returns the class, message and notes of an exception, joined by ``"; "``. Never raises."""
     name, text = type(error).__name__, text_of(error)
-    return "; ".join([f"{name}: {text}" if text else name, *notes_of(error)])
+    what = f"{name}: {text}" if text else name
+    others: list[str] = []
+    for note in notes_of(error):
+        if named := _RAISED_THIS.fullmatch(note):
+            what = f"{named[1]} raised {what}{named[2]}"
+        else:
+            others.append(note)
+    return "; ".join([what, *others])
 
 
 def call_user_code(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
@@ -267,12 +277,16 @@ def set_cause(error: BaseException, cause: BaseException) -> None:
 
 @dataclass(eq=False, repr=False)
 class UsageError(ActorSnapError, ValueError):
-    """The call cannot work as written. Raised before any I/O, and identically on every rank."""
+    """The call cannot work as written. Nothing is saved or restored."""
 
     message: str
 
     def _text(self) -> str:
         return self.message
+
+
+class MissingPackage(UsageError):
+    """The call needs a package that is not installed. The message has the command."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -285,10 +299,6 @@ class StorageError(ActorSnapError):
         backend: URL of the storage, without credentials.
         detail: The backend's message, and advice.
         retryable: Whether the same call may succeed later.
-class MissingPackage(UsageError):
-    """The call needs a package that is not installed. The message has the command."""
-
-
         retry_after_s: Wait that the storage requested, in seconds, or None.
     """
 
@@ -532,8 +542,10 @@ class SnapshotAborted(_Aborted):
             ". The snapshot may be committed nevertheless: check the path before you delete or "
             "retry"
         )
-        what = "snapshot" if self.step is None else f"snapshot of step {self.step}"
-        return f"{what} aborted: {super()._text()}{doubt if self.may_be_committed else ''}"
+        start = "snapshot aborted: "
+        if self.step is not None:
+            start = f"snapshot of step {self.step} aborted: "
+        return f"{start}{super()._text()}{doubt if self.may_be_committed else ''}"
 
 
 class StateChanged(SnapshotAborted):
