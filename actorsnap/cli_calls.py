@@ -24,8 +24,8 @@ from actorsnap.errors import (
     IncompatibleState,
     MissingPackage,
     NotASnapshot,
-    UnsupportedFormat,
     StorageError,
+    UnsupportedFormat,
     UsageError,
     notes_of,
 )
@@ -40,10 +40,10 @@ from actorsnap.storage.registry import canonical, check_url
 
 T = TypeVar("T")
 
-err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 _TIMEOUT, _DAY_S = "ACTORSNAP_TIMEOUT_S", "86400"
 """The variable of the time limit, and the largest one, which is the default of commands."""
 
+err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, including errors.")]
 PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
@@ -122,9 +122,9 @@ def errors(damaged: int = 4, *, interrupted: str = "interrupted") -> Iterator[No
         text = output.visible("\n".join([str(error), *getattr(error, "__notes__", ())]))
         if isinstance(error, UsageError) and "allow_pickle" in text:
             text += "\nOn the command line: set ACTORSNAP_ALLOW_PICKLE=true"
-        print_error(text)
         elif isinstance(error, StorageError) and "Options.timeout_s" in text:
             text += f"\nOn the command line: set {_TIMEOUT}, in seconds (default: {_DAY_S}, a day)"
+        print_error(text)
         raise typer.Exit(_exit_code(error, damaged)) from error
     except KeyboardInterrupt as error:
         err.print(quote(output.visible("\n".join([interrupted, *notes_of(error)]))))
