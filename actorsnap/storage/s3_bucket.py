@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import secrets
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager, suppress
 from datetime import datetime
 from typing import Any, NamedTuple
@@ -41,8 +41,8 @@ _BUCKET_PATTERN = r"[A-Za-z0-9._-]{1,255}|arn:[A-Za-z0-9:_-]+"
 _MAX_DELETED = 1000
 """Keys in one request."""
 
-_PROBE_DELAYS_S = (0.2, 0.5, 1.0)
-"""Between tries to delete a probe, in seconds."""
+_CLEANUP_DELAYS_S = (0.2, 0.5, 1.0)
+"""Between tries to delete a probe or to abort an upload, in seconds."""
 
 _MISMATCHES = {"BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch"}
 
@@ -308,16 +308,20 @@ class S3Bucket:
                 await self._delete_probe(key)
 
     async def _delete_probe(self, key: str) -> None:
-        # No retry policy wraps this call, and nothing would delete the object later.
-        for delay_s in _PROBE_DELAYS_S:
+        # Nothing would delete the object later.
+        await self._try_again(lambda: self.delete([key]))
+
+    async def _try_again(self, call: Callable[[], Awaitable[object]]) -> None:
+        """Makes a call that no retry policy wraps."""
+        for delay_s in _CLEANUP_DELAYS_S:
             try:
-                await self.delete([key])
+                await call()
                 return
             except StorageError as error:
                 if not error.retryable:
                     raise
             await anyio.sleep(delay_s)
-        await self.delete([key])
+        await call()
 
     async def checksums(self, bodies: Sequence[Sequence[memoryview]]) -> Sequence[int]:
         return await self._context.run_blocking(lambda: [crc32c_of(views) for views in bodies])
@@ -381,12 +385,28 @@ class S3Bucket:
         return await self.call(op, key, "complete_multipart_upload", **params)
 
     async def abort_upload(self, key: str, upload_id: str) -> None:
-        """Ends an upload, also under cancellation; never raises ``StorageError``."""
+        """Ends an upload, also under cancellation; never raises ``StorageError``.
+
+        An upload that it cannot end is logged as a warning.
+        """
+        why: object = f"the server did not answer within {CLEANUP_S:g} s"
         with anyio.move_on_after(CLEANUP_S, shield=True):
             try:
-                await self.call("abort", key, "abort_multipart_upload", UploadId=upload_id)
+                await self._try_again(
+                    lambda: self.call("abort", key, "abort_multipart_upload", UploadId=upload_id)
+                )
+                return
             except StorageError as error:
-                logger.debug("%s: an upload was not aborted: %s", self.url, error)
+                if error_code(error) in ("NoSuchUpload", "404"):
+                    return
+                why = error
+        logger.warning(
+            "%s: an unfinished upload of %s is left; `actorsnap rm --garbage` of the snapshot's "
+            "URL deletes it (%s)",
+            self.url,
+            key,
+            why,
+        )
 
     async def copies_parts(self, key: str, source: ObjectName) -> bool:
         """Whether the server copies from ``source``; tried with an upload to ``key``.

@@ -209,6 +209,18 @@ class S3Client:
             wire, self._wire = self._wire, None
             await wire.aclose()
 
+    @property
+    def is_of_environment(self) -> bool:
+        """Whether the credentials are those in environment variables: nothing renews these."""
+        used = None if self._session is None else self._session._credentials
+        environ = os.environ
+        return (
+            used is not None
+            and used.method == "env"
+            and used.access_key == environ.get("AWS_ACCESS_KEY_ID")
+            and used.token in (None, *map(environ.get, ("AWS_SECURITY_TOKEN", "AWS_SESSION_TOKEN")))
+        )
+
     def renew(self) -> None:
         """Makes the next call look for credentials again."""
         self._client = None
@@ -598,7 +610,7 @@ def _error_from_response(error: ClientError, client: S3Client, op: str) -> _Mean
         are_given = client.options.access_key_id is not None
         advice = "pass a new session_token" if are_given else "log in again"
         detail = f"{answer}: the credentials have expired: {advice}"
-        return AccessDenied, detail, {"retryable": not are_given}
+        return AccessDenied, detail, {"retryable": not are_given and not client.is_of_environment}
     if code in _ELSEWHERE or status in (301, 307, 308):
         region = headers.get("x-amz-bucket-region") or failure.get("Region")
         option = f"storage_options={{'region': {region!r}}}" if region else "storage_options"

@@ -244,6 +244,23 @@ async def test_objects_get_their_properties(options: dict[str, Any], bucket: str
 
 
 @bounded(60)
+async def test_a_failed_abort_is_tried_again(
+    moto: MotoServer, bucket: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FaultProxy(moto.endpoint) as proxy:
+        storage = bare(f"s3://{bucket}", moto.storage_options(proxy))
+        for times, num_left in ((2, 0), (None, 1)):
+            writer = await storage.writer("key", 6 * _MIB)
+            with proxy.fault(Answer(status=500), method="DELETE", times=times):
+                await writer.abort()
+            assert len([each async for each in storage.bucket.uploads("")]) == num_left
+            lines = [each for each in caplog.messages if "unfinished upload of key" in each]
+            assert len(lines) == num_left
+        assert "`actorsnap rm --garbage` of the snapshot's URL deletes it" in lines[0]
+        await storage.aclose()
+
+
+@bounded(60)
 async def test_a_lost_part_is_found(options: dict[str, Any], bucket: str) -> None:
     storage = bare(f"s3://{bucket}", options)
     data = memoryview(bytes(20 * _MIB))
@@ -847,6 +864,32 @@ async def test_expired_credentials_are_looked_for_anew(monkeypatch: pytest.Monke
         storage = opened("s3://bucket", {"endpoint_url": server.url})
         assert await storage.get("key", 0, 4) == b"data"
         await storage.aclose()
+
+
+@pytest.mark.usefixtures("no_credentials")
+@pytest.mark.parametrize("token", [None, "token"])
+@bounded(30)
+async def test_expired_credentials_of_the_environment_fail_at_once(
+    monkeypatch: pytest.MonkeyPatch, token: str | None
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    if token:
+        monkeypatch.setenv("AWS_SESSION_TOKEN", token)
+    num_requests = 0
+
+    def step(peer: Peer) -> None:
+        nonlocal num_requests
+        peer.request()
+        num_requests += 1
+        peer.answer(_error("ExpiredToken"), "400 Bad Request")
+
+    with serving(repeat(step)) as server:
+        storage = opened("s3://bucket", {"endpoint_url": server.url})
+        with pytest.raises(AccessDenied, match="log in again"):
+            await storage.get("key", 0, 4)
+        await storage.aclose()
+    assert num_requests == 1
 
 
 @pytest.mark.parametrize("token", [None, "a/token+with=signs"])
