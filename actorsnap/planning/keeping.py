@@ -46,10 +46,12 @@ class StoredStep:
 
     @property
     def step(self) -> int:
+        """The training step."""
         return self.name.step
 
     @property
     def generation(self) -> int:
+        """The generation that saved it."""
         return self.name.generation
 
 
@@ -425,7 +427,7 @@ Chosen = StoredStep | StepName | SupportsIndex
 class KeepCustom(KeepPolicy):
     """Keeps the steps that ``choose`` returns, as steps, names or numbers.
 
-    ``choose`` gets the steps of the timeline, oldest first. Choose each step by its own properties.
+    ``choose`` gets the steps of the run, oldest first. Choose each step by its own properties.
     A choice by position from the oldest (``steps[::2]``) deletes more in every pass, because the
     deleted steps are missing the next time. Returned steps that are not stored are ignored.
     """
