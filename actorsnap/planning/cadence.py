@@ -231,9 +231,10 @@ class SavePace(AskedPolicy):
 
 @dataclass(frozen=True, slots=True)
 class SaveOverhead(AskedPolicy):
-    """Spaces saves so that they cost the trainer about ``part`` of its time.
+    """Saves as often as possible while saves cost at most ``part`` of the training time.
 
-    The first save is due at once. Its measured cost determines when the next one is due.
+    The cost is the time that the trainer waits, and the time by which steps take longer. The first
+    save is due at once; its measured cost determines when the next one is due.
     """
 
     part: float = 0.02

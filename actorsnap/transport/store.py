@@ -195,7 +195,7 @@ class StoreCoordinator(_End):
             return None
         return (
             f"rank 0, which coordinates, was stopped for {self._away_s:.0f} s, or the job's store "
-            "did not answer: the others may have given it up"
+            "did not answer: the others may have given up on it"
         )
 
     async def send(self, rank: int, message: FromCoordinator) -> None:
