@@ -25,7 +25,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "cp": "Copy a snapshot, or continue an interrupted copy. Other formats are converted.",
     "convert": "Convert a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.",
     "export": "Export a snapshot to the format of another program.",
-    "rm": "Delete snapshots, or only the garbage at their paths. Exit code 5 if not done.",
+    "rm": "Delete snapshots, or only the garbage at their paths.",
     "recover": "Write a lost commit object again, after verifying all checksums. Exit code 1 if "
     "damaged.",
     "trace": "Show how a save or restore spent its time. Pass one file for each rank.",

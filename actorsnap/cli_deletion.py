@@ -64,7 +64,10 @@ def rm(
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Delete snapshots, or only the garbage at their paths. Exit code 5 if not done."""
+    """Delete snapshots, or only the garbage at their paths.
+
+    Exit code 5 if anything was left undeleted.
+    """
     with errors():
         sources = {path: make_source(path, option) for path in paths}
         if garbage:

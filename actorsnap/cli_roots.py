@@ -73,7 +73,7 @@ def steps(
         typer.Option(
             "--all",
             help="Include abandoned, unfinished and half-deleted steps, those whose commit object "
-            "is damaged, and those of a newer release. Checks no data: see verify --all.",
+            "is damaged, and steps saved by a newer release. Checks no data: see verify --all.",
         ),
     ] = False,
     keep: KeepOption = None,

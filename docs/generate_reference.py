@@ -51,13 +51,15 @@ def _is_mebibytes(value: Any) -> bool:
 
 
 def variables() -> str:
-    """The variable of each option that has one."""
-    lines = ["| variable | default |", "|---|---|"]
+    """The variable of each option that has one, with the first sentence about the option."""
+    said = descriptions(Options)
+    lines = ["| variable | default | meaning |", "|---|---|---|"]
     for field in msgspec.structs.fields(Options):
         if field.name != "allowed_types":
             default = "unset" if field.default is None else str(field.default)
             default = default.lower() if isinstance(field.default, bool) else default
-            lines.append(f"| `ACTORSNAP_{field.name.upper()}` | {default} |")
+            meaning = said[field.name].partition(". ")[0].removesuffix(".")
+            lines.append(f"| `ACTORSNAP_{field.name.upper()}` | {default} | {meaning}. |")
     return "\n".join(lines)
 
 
