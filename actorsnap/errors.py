@@ -47,9 +47,6 @@ _COMMIT_KEYS = ("actorsnap.json", ".actorsnap")
 _MAX_SHOWN_RANKS = 8
 """Limit of the numbers and ranges of ranks in a text."""
 
-_RAISED_THIS = re.compile("actorsnap: (.+?) raised this(.*)", re.DOTALL)
-"""A note that names the application's code that raised an exception."""
-
 __all__ = [
     "AccessDenied",
     "ActorSnapError",
@@ -151,14 +148,7 @@ def notes_of(error: BaseException) -> list[str]:
 def describe(error: BaseException) -> str:
     """Returns the class, message and notes of an exception, joined by ``"; "``. Never raises."""
     name, text = type(error).__name__, text_of(error)
-    what = f"{name}: {text}" if text else name
-    others: list[str] = []
-    for note in notes_of(error):
-        if named := _RAISED_THIS.fullmatch(note):
-            what = f"{named[1]} raised {what}{named[2]}"
-        else:
-            others.append(note)
-    return "; ".join([what, *others])
+    return "; ".join([f"{name}: {text}" if text else name, *notes_of(error)])
 
 
 def call_user_code(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:

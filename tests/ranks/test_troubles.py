@@ -89,7 +89,7 @@ def test_state_dict_raises_on_one_rank(director: Director, tmp_path: Path) -> No
     found = _wrong(director, tmp_path / "s", "raises", "SnapshotAborted", "rank 1", "no such thing")
     assert [rank["cause"] for rank in found] == ["KeyError"] * 3
     assert found[0]["stage"] == "capture"
-    assert "state_dict() of 'b' in the app state raised KeyError: " in found[0]["text"]
+    assert "state_dict() of 'b' in the app state raised this" in found[0]["text"]
 
 
 def test_state_dict_of_one_rank_does_not_end(director: Director, tmp_path: Path) -> None:
