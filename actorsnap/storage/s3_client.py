@@ -479,6 +479,7 @@ def _check_proxy(given: str | None) -> str | None:
 def _check_is_no_page(request: Request, response: Response) -> None:
     """Raises ``WireError`` for an answer of a server for browsers, such as a console."""
     is_page = response.body[:64].lstrip().lower().startswith((b"<!doctype html", b"<html"))
+    is_page = is_page and "html" in response.headers.get("content-type", "html")  # else an object
     # Proxies answer with pages, too, but not with these statuses.
     is_answer = response.status < 300 or response.status in (404, 405, 501)
     if is_answer and is_page and "x-amz-request-id" not in response.headers:

@@ -744,6 +744,20 @@ async def test_an_endpoint_that_has_no_such_page(status: str) -> None:
 
 
 @bounded(30)
+async def test_an_object_that_is_a_page() -> None:
+    page = b"<!doctype html><html></html>"
+
+    def step(peer: Peer) -> None:
+        peer.request()
+        peer.answer(page, "200 OK", "Content-Type: binary/octet-stream")
+
+    with serving(repeat(step)) as server:
+        storage = bare("s3://bucket/p", {"endpoint_url": server.url, **_KEYS})
+        assert await storage.get("key") == page
+        await storage.aclose()
+
+
+@bounded(30)
 async def test_an_endpoint_that_serves_pages() -> None:
     """The console of a server has another port than its API."""
 
