@@ -33,6 +33,7 @@ from actorsnap.cli_calls import (
     run,
 )
 from actorsnap.errors import (
+    AccessDenied,
     NotASnapshot,
     SnapshotReplaced,
     StorageError,
@@ -68,11 +69,17 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
 
         try:
             run(reading.each_manifest(source, _only_one(source, show)))
-        except NotASnapshot as error:
+        except (NotASnapshot, AccessDenied) as error:
+            if isinstance(error, AccessDenied) and error.op != "list":
+                raise
             failed: dict[str, StorageError] = {}
+            # One level only: a folder that cannot be listed does not hide the others.
             found = run(maintenance.find_snapshots(source, failed=failed))
-            if not (found or failed) or error.found in ("unfinished", "foreign"):
-                _explain(error, path)
+            if isinstance(error, NotASnapshot):
+                if not (found or failed) or error.found in ("unfinished", "foreign"):
+                    _explain(error, path)
+                    raise
+            elif not found:
                 raise
             sizes = run(maintenance.measure_snapshots(source, found))
             listed_all = {**found, **dict(sorted(failed.items()))}
@@ -195,8 +202,8 @@ def _write_page(path: str, to: str, as_json: bool, option: list[str] | None) -> 
 
 @app.command()
 def diff(
-    a: Annotated[str, typer.Argument(help="A snapshot's path or URL.")],
-    b: Annotated[str, typer.Argument(help="Another snapshot's path or URL.")],
+    a: Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="A")],
+    b: Annotated[str, typer.Argument(help="Another snapshot's path or URL.", metavar="B")],
     as_json: JsonOption = False,
     a_option: Annotated[
         list[str] | None,
@@ -255,7 +262,10 @@ def diff(
 @app.command()
 def cat(
     path: PathArgument,
-    object: Annotated[str, typer.Argument(help="Object, as `ls` prints it. The rank is optional.")],
+    object: Annotated[
+        str,
+        typer.Argument(help="Object, as `ls` prints it. The rank is optional.", metavar="OBJECT"),
+    ],
     raw: Annotated[bool, typer.Option("--raw", help="Print all bytes, unchanged.")] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
@@ -302,7 +312,9 @@ _PLAIN = (str, int, float, type(None))
 
 @app.command()
 def trace(
-    file: Annotated[list[str], typer.Argument(help="Files written by Options.trace.")],
+    file: Annotated[
+        list[str], typer.Argument(help="Files written by Options.trace.", metavar="FILE...")
+    ],
     html: Annotated[
         str | None, typer.Option(metavar="OUT", help="Write an HTML page with the timeline.")
     ] = None,

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Annotated, Any, Final
 
@@ -75,9 +76,22 @@ class Commands(TyperGroup):
         ctx.meta[__name__] = "--json" in args
         return super().parse_args(ctx, args)
 
+    def make_context(self, info_name: Any, args: list[str], *more: Any, **extra: Any) -> Any:
+        is_json = "--json" in args
+        try:
+            return super().make_context(info_name, args, *more, **extra)
+        except KeyboardInterrupt as error:
+            end = _interrupted()
+            if is_json:
+                _print_json(error, end.exit_code)
+            raise end from error
+
     def invoke(self, ctx: Any) -> Any:
         try:
-            return super().invoke(ctx)
+            try:
+                return super().invoke(ctx)
+            except KeyboardInterrupt as error:  # before or after the command's own handler
+                raise _interrupted() from error
         except typer.Exit as end:
             if ctx.meta[__name__] and end.__cause__ is not None:
                 _print_json(end.__cause__, end.exit_code, ctx.meta.get(DONE, {}))
@@ -87,6 +101,12 @@ class Commands(TyperGroup):
             if ctx.meta[__name__] and hasattr(error, "format_message"):
                 _print_json(error, getattr(error, "exit_code", 2))
             raise
+
+
+def _interrupted() -> typer.Exit:
+    """Typer exits without a word."""
+    sys.stderr.write("interrupted\n")
+    return typer.Exit(130)
 
 
 def _print_json(error: BaseException, code: int, done: Mapping[str, Any] = {}) -> None:

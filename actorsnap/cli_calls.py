@@ -46,7 +46,7 @@ _TIMEOUT, _DAY_S = "ACTORSNAP_TIMEOUT_S", "86400"
 err = Console(stderr=True, highlight=False, soft_wrap=True, emoji=False)
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON, including errors.")]
-PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.")]
+PathArgument = Annotated[str, typer.Argument(help="A snapshot's path or URL.", metavar="PATH")]
 StorageOption = Annotated[
     list[str] | None,
     typer.Option(

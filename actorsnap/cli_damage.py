@@ -26,9 +26,10 @@ from actorsnap.cli_calls import (
     require_folder,
     run,
 )
-from actorsnap.errors import FormatError, NotASnapshot, StorageError
+from actorsnap.errors import FormatError, NotASnapshot, StorageError, UnsupportedFormat
+from actorsnap.format.foreign import CONTAINS_SNAPSHOTS
 from actorsnap.format.manifest import Commit
-from actorsnap.runtime import maintenance
+from actorsnap.runtime import maintenance, reading
 from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.verify import VerifyReport
@@ -60,10 +61,15 @@ def verify(
             return
         source = make_source(path, option)
         report: VerifyReport
-        with progress("verifying") as update:
-            level = "full" if full else "quick"
-            with advising(f"`actorsnap verify --all {shlex.quote(path)}` checks each of them"):
+        level = "full" if full else "quick"
+        advice = f"`actorsnap verify --all {shlex.quote(path)}` checks each of them"
+        try:
+            with progress("verifying") as update, advising(advice):
                 report = run(verification.verify(source, level=level, progress=update))
+        except FormatError as error:
+            if not as_json or isinstance(error, NotASnapshot | UnsupportedFormat):
+                raise
+            report = VerifyReport(level=level, num_objects=0, nbytes=0, problems=(error,))
         if as_json:
             problems = [str(problem) for problem in report.problems]
             state = "ok" if report.ok else "damaged"
@@ -130,7 +136,14 @@ def _verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | Non
     nothing = f"{root} has no committed snapshot"
     if not checked:
         require_folder(root)
-        raise NothingFound(nothing)
+        try:
+            run(reading.load_commit(make_source(root, option)))
+        except NotASnapshot as error:
+            if error.detail.startswith(CONTAINS_SNAPSHOTS):
+                names = error.detail.removeprefix(CONTAINS_SNAPSHOTS)
+                nothing += f" directly in it; there are some further down: {names}"
+            raise NothingFound(nothing) from error
+        raise NothingFound(f"{root} is one snapshot, not a folder of them: leave out --all")
     if as_json:
         output.print_json(
             [

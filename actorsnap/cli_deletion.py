@@ -194,7 +194,7 @@ def _collect(
     if not as_json:
         output.write_lines([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
-        err.print(f"left {quote(attempt)}: it may be running, elsewhere (see --force)")
+        err.print(f"left {quote(attempt)}: it may be running (see --force)")
     advice = f"{quote(recover_command(path))} makes a snapshot of it again; --yes deletes it"
     if report.is_damaged:
         advice = (

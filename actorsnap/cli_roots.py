@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, NoReturn
@@ -33,7 +34,7 @@ from actorsnap.cli_calls import (
     run,
 )
 from actorsnap.cli_policies import parse_policies, parse_time
-from actorsnap.errors import UsageError, describe
+from actorsnap.errors import ActorSnapError, UsageError, describe
 from actorsnap.format.steps import StepName
 from actorsnap.manager import looking
 from actorsnap.manager.inbox import put_request
@@ -41,6 +42,7 @@ from actorsnap.manager.keeper import MAX_PASS_S, Keeper
 from actorsnap.manager.results import StepInfo
 from actorsnap.planning.keeping import KeepPolicy, StoredStep, kept_metrics
 from actorsnap.planning.marks import Pin
+from actorsnap.runtime import reading
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location
 from actorsnap.runtime.roots import Root
@@ -93,7 +95,9 @@ def steps(
             # A newer release may mean more by a step: no policy judges this run.
             has_newer = all and policy is None
             infos = run(looking.steps(opened, is_complete=True, has_newer=has_newer))
-            _require(infos, root)
+            _require(infos, opened)
+            if not all:
+                _require_committed(infos, opened)
             if policy is not None:
                 _require_metrics(infos, policy)
             verdicts = (
@@ -130,7 +134,9 @@ def prune(
         policy = parse_policies(keep)
         with _opened(root, option) as opened:
             infos = run(looking.steps(opened, is_complete=True))
-            _require(infos, root)
+            _require(infos, opened)
+            if {info.state for info in infos} == {"unfinished"}:
+                _require_committed(infos, opened)
             _require_metrics(infos, policy)
             plan = run(_judge(opened, policy, min_valid))
             sizes = run(_measure(opened, plan.doomed))
@@ -160,8 +166,6 @@ def prune(
             _summarize(done, sizes, is_dry=not yes)
         for name, why in kept.items():
             err.print(f"kept {quote(output.visible(f'{name}: {why}'))}")
-        for name, why in done.failed.items():
-            err.print(f"[red]not deleted[/] {quote(output.visible(f'{name}: {why}'))}")
         if done.is_superseded:
             rest = "the others were not" if done.doomed else "nothing was"
             err.print(f"{rest} deleted: another job has begun to save here; run the command again")
@@ -170,7 +174,9 @@ def prune(
         if gone:
             number = output.count_of(len(gone), "step was", "steps were")
             err.print(f"{number} already deleted, by the job")
-        if done.failed:
+        if done.failed:  # logged with the reasons
+            number = output.count_of(len(done.failed), "step was", "steps were")
+            err.print(f"[red]{number} not deleted[/]")
             raise typer.Exit(4)
         if done.left:
             number = output.count_of(len(done.left), "step is", "steps are")
@@ -180,7 +186,7 @@ def prune(
 
 def best(
     root: RootArgument,
-    metric: Annotated[str, typer.Argument(help="Name of the metric.")],
+    metric: Annotated[str, typer.Argument(help="Name of the metric.", metavar="METRIC")],
     min: Annotated[bool, typer.Option("--min", help="The smallest value is the best.")] = False,
     max: Annotated[bool, typer.Option("--max", help="The largest value is the best.")] = False,
     as_json: JsonOption = False,
@@ -194,8 +200,9 @@ def best(
             )
         with _opened(root, option) as opened:
             found, infos = run(looking.best(opened, metric, "max" if max else "min"))
+            if found is None:
+                _require(infos, opened)
         if found is None:
-            _require(infos, root)
             _raise_unknown(infos, metric)
         _print_one(found, as_json)
 
@@ -219,9 +226,14 @@ def latest(
             found = run(
                 looking.latest_valid(opened, level) if valid or full else looking.latest(opened)
             )
-        if found is None:
-            what = "intact " if valid or full else ""
-            raise NothingFound(f"{opened.url} has no {what}step that a manager saved")
+            if found is None:
+                infos = run(looking.steps(opened, is_complete=True))
+                _require(infos, opened)
+                _require_committed(infos, opened)
+                command = f"verify --all{' --full' * full} {shlex.quote(output.one_line(root))}"
+                raise NothingFound(
+                    f"{opened.url} has no intact step: `actorsnap {command}` lists the damage"
+                )
         _print_one(found, as_json)
 
 
@@ -235,7 +247,7 @@ def save_now(
 ) -> None:
     """Ask the job that saves to ROOT to save soon. Its manager needs watch_requests_s."""
     with errors(), _opened(root, option) as opened:
-        _require(run(looking.steps(opened, is_complete=True)), root)
+        _require(run(looking.steps(opened, is_complete=True)), opened)
         run(opened.source.perform("request", lambda source: put_request(source, reason)))
         if as_json:
             output.print_json({"root": opened.url, "reason": reason})
@@ -267,11 +279,13 @@ def pin(
 ) -> None:
     """Protect a step from deletion."""
     with errors(), _opened(root, option) as opened:
+        if not reason.strip():
+            raise UsageError("--reason is empty: write for example --reason 'for the paper'")
         pinned = run(looking.pin(opened, _parse_step(step), reason, _parse_time(until)))
         if as_json:
             output.print_json(_pin_json(pinned))
         else:
-            output.write_lines([f"{pinned.name}  {pinned}"])
+            output.print_columns([[str(pinned.name), str(pinned)]])
 
 
 def unpin(
@@ -292,7 +306,7 @@ def unpin(
         if as_json:
             output.print_json([_pin_json(each) for each in removed])
         else:
-            output.write_lines([f"{each.name}  no longer {each}" for each in removed])
+            output.print_columns([str(each.name), f"no longer {each}"] for each in removed)
 
 
 def record(
@@ -311,7 +325,7 @@ def record(
         if as_json:
             output.print_json(looking.stored_metrics(numbers))
         else:
-            output.write_lines([f"{name}  {_metrics_text(numbers)}"])
+            output.print_columns([[str(name), _metrics_text(numbers)]])
 
 
 def _parse_step(text: str) -> int | StepName:
@@ -461,10 +475,22 @@ def _close(root: Root) -> Script[None]:
     yield lambda _: root.source.close()
 
 
-def _require(infos: Iterable[object], root: str) -> None:
-    if not any(True for _ in infos):
+def _require(infos: Iterable[object], root: Root) -> None:
+    if any(True for _ in infos):
+        return
+    with suppress(ActorSnapError):
+        run(reading.load_commit(root.source))
+        raise NothingFound(f"{root.url} is a snapshot, not the folder of a run: name that folder")
+    raise NothingFound(
+        f"{root.url} has no step that a manager saved; `actorsnap ls` lists other snapshots"
+    )
+
+
+def _require_committed(infos: Sequence[StepInfo], root: Root) -> None:
+    if not any(info.state == "committed" for info in infos):
+        others = output.count_of(len(infos), "other step", "other steps")
         raise NothingFound(
-            f"{root} has no step that a manager saved; `actorsnap ls` lists other snapshots"
+            f"{root.url} has no committed step, only {others}; `actorsnap steps --all` lists them"
         )
 
 

@@ -22,6 +22,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from typer.core import TyperGroup
 from typer.testing import CliRunner
 
 from actorsnap import Options, RNGState, StateDict, cli, cli_app, cli_calls, cli_copies
@@ -888,7 +889,7 @@ def test_rm_garbage(saved: Path, unfinished: Path) -> None:
     attempt.rename(saved / attempt.name)
     ended = run("rm", "--garbage", saved)
     assert (ended.code, ended.out) == (5, "deleted 0 objects of unfinished attempts\n")
-    assert ended.err == f"left {attempt.name}: it may be running, elsewhere (see --force)\n"
+    assert ended.err == f"left {attempt.name}: it may be running (see --force)\n"
     ended = run("rm", "--garbage", "--force", saved)
     assert (ended.code, ended.out) == (0, "deleted 1 object of unfinished attempts\n")
     assert ended.err == ""
@@ -1176,6 +1177,7 @@ def test_help_and_version() -> None:
         assert re.search(rf"\b{name}\b", ended.out)
         assert run(name, "--help").code == 0
     assert re.fullmatch(r"actorsnap \d+\.\d+\.\d+\S*\n", run("--version").out)
+    assert "Missing argument 'PATH'" in run("ls").err
 
 
 ERRORS: list[tuple[list[str], int, str]] = [
@@ -1435,6 +1437,20 @@ sys.meta_path.insert(0, Finder)
 sys.argv[1:] = ["ls", "nothing"]
 main()
 """
+
+
+def test_an_interrupt_of_the_parser(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Typer exits with 130 and prints nothing."""
+
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    for name in ("make_context", "invoke"):
+        with monkeypatch.context() as patch:
+            patch.setattr(TyperGroup, name, interrupt)
+            ended = run("verify", saved, "--json")
+        assert (ended.code, ended.err) == (130, "interrupted\n")
+        assert json.loads(ended.out)["error"]["type"] == "KeyboardInterrupt"
 
 
 def test_an_interrupt_of_imports() -> None:

@@ -28,8 +28,10 @@ from actorsnap.planning.keeping import KeepPolicy
 from actorsnap.runtime.deletion import Deleter
 from actorsnap.runtime.roots import Records, Root
 from actorsnap.runtime.source import OpenSource
+from actorsnap.storage.base import Storage
 from actorsnap.storage.wrapper import Wrapper
 from actorsnap.sync import Snapshot
+from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
 
 T = TypeVar("T")
@@ -212,6 +214,44 @@ def test_a_step_that_cannot_be_read(root: Path) -> None:
         assert name(100) in ended.err
 
 
+class LockedFolder(Locked):
+    """Refuses to list one step, and so everything from the root down."""
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op == "list" and not key:
+            raise AccessDenied(op=op, key=key, backend=self.url, detail="Permission denied")
+        return await super().around(op, key, call, *args, **kwargs)
+
+
+class LockedData(Wrapper):
+    """Refuses to list the data of one step."""
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op == "list" and key.startswith(name(100)):
+            raise AccessDenied(op=op, key=key, backend=self.url, detail="Permission denied")
+        return await super().around(op, key, call, *args, **kwargs)
+
+
+def test_a_step_that_cannot_be_listed(root: Path) -> None:
+    with faulty(LockedFolder):
+        ended = run("ls", faulty_url(root), "--json")
+        assert ended.code == 4
+        listed = {each["name"]: each for each in json.loads(ended.out)}
+    assert listed.keys() == {name(step) for step in LOSSES}
+    assert listed[name(100)]["state"] == "not readable"
+    assert listed[name(100)]["nbytes"] is None
+    assert name(100) in listed[name(100)]["detail"]
+    assert listed[name(0)]["state"] == "committed"
+    with faulty(LockedData):
+        ended = run("ls", faulty_url(root))
+    assert ended.code == 0
+    assert [row[2] == "-" for row in ended.rows] == [False, True, False, False]
+
+
 def test_min_valid_without_a_policy(root: Path) -> None:
     ended = run("steps", root, "--min-valid", 1)
     assert (ended.code, ended.out) == (2, "")
@@ -343,6 +383,43 @@ def test_nothing_intact(root: Path) -> None:
     assert (ended.code, ended.out) == (3, "")
 
 
+def test_advice_where_every_step_is_damaged(root: Path) -> None:
+    for each in names(root):
+        damage(root, each)
+    ended = run("latest", root, "--full")
+    assert ended.code == 3
+    assert f"`actorsnap verify --all --full {root}` lists the damage" in ended.err
+
+
+@pytest.mark.parametrize(
+    "command",
+    [["steps"], ["steps", "--json"], ["latest"], ["latest", "--valid"], ["prune"], ["verify"]],
+)
+def test_no_step_is_committed(root: Path, command: list[str]) -> None:
+    for file in root.glob(f"*/{COMMIT_KEY}"):
+        file.unlink()
+    more = {"prune": ["--keep", "last:1"], "verify": ["--all"]}
+    ended = run(*command, root, *more.get(command[0], []))
+    assert ended.code == 3
+    if command != ["verify"]:
+        assert "has no committed step, only 4 other steps; `actorsnap steps --all`" in ended.err
+    assert len(run("steps", root, "--all").rows) == 4
+
+
+def test_a_snapshot_is_no_root(root: Path) -> None:
+    snapshot = root / name(0)
+    for command in (["steps"], ["latest"], ["best", "loss", "--min"], ["save-now"]):
+        ended = run(command[0], snapshot, *command[1:])
+        assert ended.code == 3
+        assert f"{snapshot} is a snapshot, not the folder of a run" in ended.err
+    ended = run("verify", "--all", snapshot)
+    assert ended.code == 3
+    assert "is one snapshot, not a folder of them: leave out --all" in ended.err
+    ended = run("verify", "--all", root.parent)
+    assert ended.code == 3
+    assert f"some further down: {root.name}/{name(0)}" in ended.err
+
+
 def test_best(root: Path) -> None:
     for modes in ((), ("--min", "--max")):
         ended = run("best", root, "loss", *modes)
@@ -398,6 +475,17 @@ def test_verify_as_json(root: Path) -> None:
     found = json.loads(run("verify", root / name(0), "--full", "--json").out)
     assert found["level"] == "full"
     assert found["nbytes"] > 0
+    file = root / name(300) / COMMIT_KEY
+    intact = file.read_bytes()
+    file.write_text("{}")
+    for more in ([], ["--full"]):
+        ended = run("verify", root / name(300), "--json", *more)
+        found = json.loads(ended.out)
+        assert (ended.code, found["state"], len(found["problems"])) == (1, "damaged", 1)
+        assert found["level"] == ("full" if more else "quick")
+        assert (found["num_objects"], found["nbytes"]) == (0, 0)
+    assert json.loads(run("verify", root / "no", "--json").out)["error"]["type"] == "NotASnapshot"
+    file.write_bytes(intact)
     ended = run("verify", root / name(100), "--json")
     assert ended.code == 1
     assert json.loads(ended.out)["state"] == "damaged"
@@ -449,6 +537,19 @@ def test_prune_as_json(root: Path) -> None:
             "left": [],
             "failed": {},
         }
+
+
+def test_prune_where_deleting_fails(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """One line for each failure: the log has it."""
+
+    def wrap(inner: Storage) -> Storage:
+        return FaultyStorage(inner, fail_at=1, fail_verbs={"delete"}, is_lasting=True)
+
+    with faulty(wrap):
+        ended = run("prune", faulty_url(root), "--keep", "last:3", "--yes")
+    assert ended.code == 4
+    assert (ended.err + caplog.text).count(f"{name(0)}: not deleted: ") == 1
+    assert "\n1 step was not deleted\n" in ended.err
 
 
 def test_prune_needs_a_policy(root: Path) -> None:
@@ -619,8 +720,11 @@ def test_pin_and_unpin(root: Path) -> None:
     assert "pinned: paper" in str(first["reasons"])
     assert run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes").code == 0
     assert names(root) == [name(0), name(300)]
-    assert "name the reason" in run("unpin", root, 0).err
-    assert run("unpin", root, 0, "--reason", "talk").out.startswith(f"{name(0)}  no longer pinned")
+    ended = run("unpin", root, 0)
+    assert "name the reason" in ended.err
+    assert "--reason" in ended.err
+    assert "write for example --reason 'for the paper'" in run("pin", root, 0, "--reason", "").err
+    assert run("unpin", root, 0, "--reason", "talk").out.startswith(f"{name(0)}\tno longer pinned")
     (removed,) = json.loads(run("unpin", root, 0, "--json").out)
     assert removed["reason"] == "paper"
     assert run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes").code == 0
@@ -630,7 +734,7 @@ def test_pin_and_unpin(root: Path) -> None:
 def test_expired_pins_do_not_count(root: Path) -> None:
     run("pin", root, 0, "--reason", "old", "--until", "0.01s")
     run("pin", root, 0, "--reason", "new")
-    assert run("unpin", root, 0).out.startswith(f"{name(0)}  no longer pinned: new")
+    assert run("unpin", root, 0).out.startswith(f"{name(0)}\tno longer pinned: new")
     ended = run("unpin", root, 0)
     assert ended.code == 2
     assert "is not pinned\n" in ended.err
@@ -666,7 +770,7 @@ def test_rm_looks_for_pins_after_the_question(root: Path, monkeypatch: pytest.Mo
 
 def test_record(root: Path) -> None:
     ended = run("record", root, 0, "val/acc=0.5", "val/top=nan")
-    assert ended.out == f"{name(0)}  val/acc=0.5, val/top=nan\n"
+    assert ended.out == f"{name(0)}\tval/acc=0.5, val/top=nan\n"
     assert json.loads(run("record", root, 100, "val/acc=0.75", "--json").out) == {"val/acc": 0.75}
     assert run("best", root, "val/acc", "--max").out.strip() == f"{root}/{name(100)}"
     assert "loss=4, val/acc=0.5, val/top=nan" in run("steps", root).out.splitlines()[0]

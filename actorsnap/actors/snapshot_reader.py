@@ -149,7 +149,7 @@ async def read_intact(storage: Storage, read: Callable[[], Awaitable[T]]) -> T:
         try:
             return await read()
         except ChecksumMismatch as error:
-            logger.warning("%s; reading it again", error)
+            logger.warning("%s: %s; reading it again", storage.url, error)
     return await read()
 
 

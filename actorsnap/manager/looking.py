@@ -194,7 +194,7 @@ def unpin(root: Root, step: int | StepName | Pin, reason: str | None) -> Script[
         if len({pin.reason for pin in found}) > 1:
             raise UsageError(
                 f"{root.url_of(name)} is {', '.join(map(str, found))}: name the reason of the pin "
-                "that should go"
+                "that should go, with reason=, or --reason on the command line"
             )
         await opened.storage.delete([pin.key for pin in found])
         return found

@@ -17,6 +17,7 @@ import msgspec
 
 from actorsnap.actors.snapshot_reader import Commits, find_commit, is_complete, read_commits
 from actorsnap.errors import (
+    AccessDenied,
     ChecksumMismatch,
     FormatError,
     NotASnapshot,
@@ -186,7 +187,7 @@ def measure_snapshots(
     source: Source, found: Mapping[str, Commit | FormatError | None]
 ) -> Script[dict[str, int]]:
     """Returns the bytes of what ``find_snapshots`` has found: of a snapshot, those of its objects;
-    else those of all attempts.
+    else those of all attempts. Leaves out what cannot be listed.
     """
 
     async def perform(opened: OpenSource) -> dict[str, int]:
@@ -200,9 +201,10 @@ def measure_snapshots(
                 attempts = [
                     each for each in await opened.storage.list_folders(name) if Attempt.parse(each)
                 ]
-            sizes[name] = sum(
-                [await size_below(opened.storage, f"{name}/{each}/") for each in attempts]
-            )
+            with contextlib.suppress(AccessDenied):
+                sizes[name] = sum(
+                    [await size_below(opened.storage, f"{name}/{each}/") for each in attempts]
+                )
 
         await for_each(found, measure, at_once=MAX_SMALL_READS)
         return sizes

@@ -237,7 +237,7 @@ class _Recovery:
                 return
             error.add_note(
                 "The damaged commit object named one of the attempts there. "
-                "recover(replace_damaged=True), or --replace-damaged on the command line, replaces "
+                "--replace-damaged, or recover(replace_damaged=True) in Python, replaces "
                 "it with one for the complete attempt"
             )
             raise
