@@ -248,7 +248,6 @@ def test_mistakes(there: Path, call: str) -> None:
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("call", DCP)
 def test_calls_of_dcp(there: Path, call: str) -> None:
-    """Their exception also has tracebacks in its text."""
     with pytest.raises((CheckpointException, UsageError, NotASnapshot)) as raised:
         DCP[call](there)
     assert ours(raised.value) == []
@@ -261,7 +260,7 @@ def test_errors_in_a_checkpoint_exception(there: Path) -> None:
     assert isinstance(error, NotASnapshot)
     assert error is raised.value.__cause__
     assert isinstance(stack, traceback.StackSummary)
-    assert "NotASnapshot" in str(raised.value)
+    assert str(raised.value).startswith("NotASnapshot: ")
 
 
 @pytest.mark.parametrize("call", ASYNC)

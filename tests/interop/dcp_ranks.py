@@ -763,6 +763,7 @@ def read_fault(me: Rank, path: str, folder: str, hook: str, rank: int) -> Any:
         return {
             "failed": sorted(error.failures),
             "kinds": sorted({type(e[0]).__name__ for e in error.failures.values()}),
+            "text": str(error),
         }
     return None
 

@@ -317,6 +317,18 @@ def test_overwriting(tmp_path: Path, save: Any) -> None:
     assert Snapshot(tmp_path / "s").read_object("dcp/n") == 1
 
 
+def test_errors_have_the_names_of_the_state_dict(tmp_path: Path) -> None:
+    """Not those of the snapshot, where leaves of the top level are below a key."""
+    with pytest.raises(CheckpointException) as caught:
+        ours.save({"a": Fraction(1, 3), "b": {"dcp": Fraction(1, 4)}}, checkpoint_id=tmp_path / "s")
+    for text in (str(caught.value), str(caught.value.__cause__)):
+        assert [line.strip().split(" has ")[0] for line in text.splitlines()[1:]] == [
+            "'b/dcp'",
+            "'a'",
+        ]
+    assert pickle.loads(pickle.dumps(caught.value)).failures.keys() == {0}
+
+
 @pytest.mark.parametrize("save", [dcp.save, ours.save], ids=["torch", "ours"])
 def test_objects_need_allow_pickle(tmp_path: Path, save: Any) -> None:
     state = {"a": {"value": Fraction(1, 3)}}

@@ -233,7 +233,11 @@ def test_a_failed_load_fails_on_all_ranks(
     ranks: Ranks, hook: str, failed: list[int], kinds: list[str]
 ) -> None:
     said = ranks(2, "read_fault", hook=hook, rank=1)
+    texts = [each.pop("text") for each in said]
     assert said == [{"failed": failed, "kinds": kinds}] * 2
+    if hook == "no_snapshot of ours":  # once, not per rank
+        assert [text.count("NotASnapshot: ") for text in texts] == [1, 1]
+        assert "Traceback" not in "".join(texts)
 
 
 def test_torchs_state_dicts_with_each_option(ranks: Ranks) -> None:

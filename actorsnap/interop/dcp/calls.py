@@ -15,6 +15,7 @@ import contextlib
 import inspect
 import io
 import os
+import re
 import time
 import traceback
 from collections import Counter
@@ -31,7 +32,7 @@ from torch.distributed.checkpoint.logger import _dcp_logger, _get_msg_dict
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.stateful import Stateful
 
-from actorsnap.errors import ActorSnapError, UsageError
+from actorsnap.errors import ActorSnapError, UsageError, describe
 from actorsnap.interop.dcp.reader import ActorsnapReader, PlannedReads, load_catalog
 from actorsnap.interop.dcp.writer import (
     ActorsnapWriter,
@@ -301,6 +302,13 @@ def _telling_logger(name: str, path: Any) -> Iterator[None]:
     _dcp_logger.debug({**message, **ended})
 
 
+class CheckpointFailed(CheckpointException):
+    """DCP's exception, whose text is that of one error: all ranks raise the same, or one failed."""
+
+    def __str__(self) -> str:
+        return describe(next(iter(self.failures.values()))[0])
+
+
 @contextlib.contextmanager
 def _raising_as_dcp(step: str, group: Any) -> Iterator[None]:
     try:
@@ -321,10 +329,13 @@ def _as_dcp(step: str, error: BaseException, *ranks: int) -> CheckpointException
         ranks: That raise ``error``, if it does not name the rank that failed.
     """
     shorten(error)
+    if isinstance(error, UsageError):  # may list leaves, a line each
+        error.message = re.sub(rf"(?m)^( *'){TOP}/", r"\1", error.message)
+        error.args = (error.message,)
     stack = traceback.extract_tb(error.__traceback__)
     failed = getattr(error, "rank", None)
     failures = dict.fromkeys(ranks if failed is None else [failed], (error, stack))
-    failure = CheckpointException(step, failures)
+    failure = CheckpointFailed(step, failures)
     failure.__cause__ = error
     return failure
 
