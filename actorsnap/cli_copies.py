@@ -53,8 +53,8 @@ from actorsnap.runtime.source import OpenSource, Source
 from actorsnap.storage.registry import folder_and_name
 
 _COPY_A_RUN = (
-    "To copy a whole run, stop the job, then copy every object with a tool that copies folders: "
-    'see "Copy a whole run" in docs/howto/copy-and-verify.md'
+    "To copy a whole run, stop the job, then copy every object, .manager/ too, with a tool that "
+    "copies folders, such as `cp -a`, `rclone copy` or `aws s3 sync --no-follow-symlinks`"
 )
 
 _MAX_LEFT_OUT = 5

@@ -1139,7 +1139,7 @@ def test_commands_for_a_folder_of_snapshots(saved: Path, tmp_path: Path) -> None
     assert "takes the snapshots' paths" in ended.err
     ended = run("cp", tmp_path, tmp_path / "copy")
     assert ended.code == 3
-    assert "Copy a whole run" in ended.err
+    assert "To copy a whole run" in ended.err
     ended = run("inspect", saved, "--html", tmp_path / "page.html")
     assert (ended.code, ended.out) == (0, f"wrote {tmp_path}/page.html\n")
 

@@ -614,8 +614,8 @@ def _error_from_response(error: ClientError, client: S3Client, op: str) -> _Mean
         return AccessDenied, detail, {"retryable": not are_given and not client.is_of_environment}
     if code in _ELSEWHERE or status in (301, 307, 308):
         region = headers.get("x-amz-bucket-region") or failure.get("Region")
-        option = f"storage_options={{'region': {region!r}}}" if region else "storage_options"
-        return StorageError, f"{answer}: it is in another region: set {option}", {}
+        name = f"the storage option region={region}" if region else "the storage option region"
+        return StorageError, f"{answer}: it is in another region: set {name}", {}
     if code in _FULL or status == 507:
         return StorageFull, f"{answer}: no room or no quota is left", {}
     if code in _WRONG_KEYS:

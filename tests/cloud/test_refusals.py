@@ -98,7 +98,7 @@ def test_an_expired_token(ceph: CephServer, bucket: str, proxy: FaultProxy) -> N
 def test_a_wrong_region(ceph: CephServer, bucket: str, proxy: FaultProxy) -> None:
     # No server here minds what a signature calls it.
     with proxy.fault(Answer(status=400, code="AuthorizationHeaderMalformed")):
-        match = "another region: set storage_options"
+        match = "another region: set the storage option region"
         all_refuse(ceph.url(bucket, "run"), ceph.storage_options(proxy), match, StorageError)
 
 

@@ -615,7 +615,7 @@ async def test_a_page_of_the_longest_keys() -> None:
             _error("PermanentRedirect"),
             StorageError,
             False,
-            "{'region': 'eu-west-1'}",
+            "the storage option region=eu-west-1",
         ),
         (
             "400 Bad Request",
@@ -623,7 +623,7 @@ async def test_a_page_of_the_longest_keys() -> None:
             _error("AuthorizationHeaderMalformed", Region="eu-west-2"),
             StorageError,
             False,
-            "{'region': 'eu-west-2'}",
+            "the storage option region=eu-west-2",
         ),
         ("503 Slow Down", ["Retry-After: 7"], _error("SlowDown"), Throttled, True, "slow down"),
         ("429 Too Many", [], b"", Throttled, True, "slow down"),
