@@ -523,7 +523,8 @@ def _add_tensor(
                 if found.may_cast and why.startswith("dtype") and not _are_floating(dtype, target):
                     why = f"{why}; cast=True converts only floating-point dtypes of tensors"
                 found.keep(path, target, why)
-                if tuple(entry.shape) != tuple(target.shape):
+                # A parameter that is not initialized has no shape.
+                if "shape" in why and tuple(entry.shape) != tuple(target.shape):
                     found.reshaped.append(path)
                 return
         elif sharding is None and isinstance(target, torch.Tensor) and target.is_meta:
