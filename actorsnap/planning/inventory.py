@@ -8,7 +8,7 @@ are not named. Contents are not compared.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from hashlib import blake2b
 from itertools import chain
 from typing import Any
@@ -193,11 +193,15 @@ def on_several_meshes(
     return frozenset([path for path, ranks in meshes.items() if len(ranks) > 1])
 
 
-def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> None:
+def check_sharded(
+    lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]],
+    unsharded: Callable[[Collection[str]], Mapping[str, Sequence[int]]] = lambda paths: {},
+) -> None:
     """Checks that ranks agree about sharded tensors, and that every holder has them.
 
     Args:
         lists: Each distinct list of sharded tensors, with the ranks that report it, rising.
+        unsharded: Returns the ranks that have other leaves under these paths.
 
     Raises:
         UsageError: Ranks disagree about dtypes or shapes, or a rank that holds a part lacks the
@@ -222,16 +226,25 @@ def check_sharded(lists: Sequence[tuple[Sequence[int], Sequence[Sharded]]]) -> N
                     f"{tensor.path!r} is {first.dtype} {first.shape} on rank {by}, "
                     f"{tensor.dtype} {tensor.shape} on rank {ranks[0]}"
                 )
-    for tensor, ranks_of in holders.items():
-        if tensor.path not in disputed and sum(map(len, ranks_of)) < tensor.num_ranks:
-            complaints.append(
-                f"{tensor.path!r} lies on {tensor.num_ranks} ranks, but is in the app state of "
-                f"{named_ranks(chain.from_iterable(ranks_of))} only"
+    lacking = {
+        tensor: ranks_of
+        for tensor, ranks_of in holders.items()
+        if tensor.path not in disputed and sum(map(len, ranks_of)) < tensor.num_ranks
+    }
+    others = unsharded({tensor.path for tensor in lacking}) if lacking else {}
+    for tensor, ranks_of in lacking.items():
+        where = named_ranks(chain.from_iterable(ranks_of))
+        what = f"but is in the app state of {where} only"
+        if found := others.get(tensor.path):
+            what = (
+                f"but not sharded in the app state of {named_ranks(found)}: shard it there as on "
+                f"{where} (fully_shard, distribute_tensor)"
             )
+        complaints.append(f"{tensor.path!r} is sharded over {tensor.num_ranks} ranks, {what}")
     refuse(
         complaints,
-        "the ranks disagree about sharded tensors. Different tensors need separate keys in the "
-        "app state (pipeline stages: one key per stage):",
+        "the ranks disagree about sharded tensors. Different tensors need different names "
+        "(pipeline stages: name each layer as in the whole model):",
     )
 
 

@@ -12,7 +12,7 @@ the tokens of those that it joins.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
@@ -302,7 +302,7 @@ class SaveDecisions:
         holders = memory.sharded(structures)
         if len(holders) > 1 and holders != memory.agreed:
             lists = [(ranks, memory.tensors[digest]) for digest, ranks in holders.items() if digest]
-            check_sharded(lists)
+            check_sharded(lists, self._unsharded)
             memory.agreed, memory.several = holders, on_several_meshes(lists)
         plan = self._plan = memory.plan(structures, self._common.rules)
         self.has_values = any([found.has_values for found in memory.inventories.values()])
@@ -314,6 +314,23 @@ class SaveDecisions:
             skips=dict.fromkeys(alone, 2) if is_shared else {},
             commits_next=not is_shared,
         )
+
+    def _unsharded(self, paths: Collection[str]) -> dict[str, list[int]]:
+        """See ``check_sharded``."""
+        memory = self._memory
+        ranks: dict[str, list[int]] = {}
+        for rank in sorted(self._joined):
+            inventory = self._inventory(rank)
+            found: set[str] = set()
+            if inventory.outline:
+                outline = memory.outlines[inventory.outline]
+                found |= {*outline.private, *outline.common}
+            for scope in inventory.scopes:
+                found |= {i.path for i in memory.lists[scope.digest] if i.global_shape is None}
+            sharded = {tensor.path for tensor in memory.tensors.get(inventory.sharded, ())}
+            for path in found.intersection(paths) - sharded:
+                ranks.setdefault(path, []).append(rank)
+        return ranks
 
     def _unknown(self) -> dict[int, Question]:
         """Returns questions for what inventories name: each goes to one rank."""

@@ -630,9 +630,12 @@ def test_a_part_that_nobody_stores_is_named() -> None:
     other = [Sharded("m/a", "float32", (8,), ranks_digest((1, 3)), 2)]
     check_sharded([([0, 2], pair), ([1, 3], other)])
     with pytest.raises(
-        UsageError, match=r"'m/a' lies on 2 ranks, but is in the app state of rank 1 only"
+        UsageError, match=r"'m/a' is sharded over 2 ranks, but is in the app state of rank 1 only$"
     ):
         check_sharded([([0, 2], pair), ([1], other)])
+    text = r"'m/a' is sharded over 2 ranks, but not sharded in the app state of rank 3: shard it "
+    with pytest.raises(UsageError, match=text):
+        check_sharded([([0, 2], pair), ([1], other)], lambda paths: dict.fromkeys(paths, [3]))
     apart = [Sharded("m/a", "int8", (8,), ranks_digest((1, 3)), 2)]
     with pytest.raises(UsageError, match=r"float32 \(8,\) on rank 0, int8 \(8,\) on rank 1$"):
         check_sharded([([0, 2], pair), ([1], apart)])

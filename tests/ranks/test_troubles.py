@@ -73,13 +73,15 @@ def _wrong(director: Director, path: Path, what: str, error: str, *words: str) -
         slow("options", "options must be actorsnap.Options"),
         ("leaf", "'own/x'"),
         ("globs", "replicated= is ['model/**'] on rank 0, ['model/w0'] on rank 1"),
-        ("part", "'sharded/x' lies on 3 ranks, but is in the app state of ranks 0 and 2 only"),
+        ("part", "'sharded/x' is sharded over 3 ranks, but not sharded in the app state of rank 1"),
+        slow("no part", "'sharded/x' is sharded over 3 ranks, but is in the app state of ranks 0 "),
+        slow("shared", "'sharded/x' is sharded over 3 ranks, but not sharded in the app state of"),
         ("shape", "'model/w1' is float32 (1048576,) on rank 0, float32 (5,) on rank 1"),
     ],
 )
 def test_bad_input_on_one_rank(director: Director, tmp_path: Path, what: str, word: str) -> None:
     found = _wrong(director, tmp_path / "s", what, "UsageError", word)
-    if what not in ("globs", "part", "shape"):  # a disagreement of several ranks
+    if what not in ("globs", "part", "no part", "shared", "shape"):  # several ranks disagree
         rank = 0 if what == "step of rank 0" else 1
         assert {each["text"].partition(": ")[0] for each in found} == {f"rank {rank}"}
 

@@ -143,10 +143,14 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
                 app["slow"] = _Slow()
         case "globs" if odd:
             more["replicated"] = ["model/w0"]
-        case "part":
+        case "part" | "no part" | "shared":
             mesh = init_device_mesh("cpu", (me.world,))
             whole = distribute_tensor(torch.arange(12.0), mesh, [Shard(0)])
             app["sharded"] = StateDict({"x": torch.ones(12) if odd else whole})
+            if what == "no part" and odd:
+                del app["sharded"]["x"]
+            if what == "shared":
+                more["replicated"] = ["model/**", "sharded/**"]
         case "shape" if odd:
             app["model"]["w1"] = torch.zeros(5)
         case "keys":
