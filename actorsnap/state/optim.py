@@ -266,6 +266,12 @@ class ModelState:
     ) -> None:
         optimizers = tuple(optimizers) if isinstance(optimizers, Iterable) else (optimizers,)
         wrong = [o for o in optimizers if not isinstance(o, torch.optim.Optimizer)]
+        first: object = model
+        has_model = any(isinstance(each, torch.nn.Module) for each in wrong)
+        if isinstance(first, torch.optim.Optimizer) and has_model:
+            raise UsageError(
+                "the arguments are swapped; the model comes first: ModelState(model, optimizers)"
+            )
         if not isinstance(model, torch.nn.Module) or wrong:
             raise UsageError("ModelState takes a torch.nn.Module, and torch.optim.Optimizers")
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers):
@@ -280,6 +286,9 @@ class ModelState:
         """Returns ``model`` and, with optimizers, ``optim``. Tensors are live.
 
         Primes optimizers without state.
+
+        Raises:
+            UsageError: An optimizer has parameters that are not in the model, or cannot be primed.
         """
         from torch.distributed.checkpoint import state_dict as names
 
@@ -312,6 +321,13 @@ class ModelState:
         return names.StateDictOptions(strict=strict, flatten_optimizer_state_dict=self.flatten)
 
     def _prime(self) -> None:
+        own = set(map(id, self.model.parameters()))
+        for optimizer in self.optimizers:
+            if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
+                raise UsageError(
+                    "the optimizer has parameters that are not in the model: create it after "
+                    "fully_shard, and after anything else that replaces parameters"
+                )
         # Else torch runs a step, which drops gradients.
         for optimizer in self.optimizers:
             prime_optimizer(optimizer)

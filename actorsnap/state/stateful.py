@@ -129,10 +129,7 @@ def validate_app_state(app_state: object) -> None:
         if type(key) is not str:
             wrong.append(f"the key {key!r} is of type {type(key).__name__}, not str")
         if not is_stateful(value):
-            wrong.append(
-                f"the value at {key!r} is of type {type(value).__name__}, which lacks "
-                "state_dict or load_state_dict; put loose values into actorsnap.StateDict"
-            )
+            wrong.append(f"the value at {key!r} {_why_no_stateful(value)}")
             continue
         wrong.extend(
             f"the value at {key!r} is of type {type(value).__name__}: its {name} is async, "
@@ -142,6 +139,19 @@ def validate_app_state(app_state: object) -> None:
         )
     if wrong:
         raise UsageError("app_state cannot be used:\n" + "\n".join(f"  {line}" for line in wrong))
+
+
+def _why_no_stateful(value: object) -> str:
+    tensors = [*value.values()] if isinstance(value, Mapping) else []
+    if tensors and all(isinstance(each, torch.Tensor) for each in tensors):
+        return (
+            "is a dict of tensors: pass the model itself, not its state_dict(); put other tensors "
+            "into actorsnap.StateDict"
+        )
+    return (
+        f"is of type {type(value).__name__}, which lacks state_dict or load_state_dict; put loose "
+        "values into actorsnap.StateDict"
+    )
 
 
 class Matching(StrEnum):

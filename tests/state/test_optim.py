@@ -404,8 +404,28 @@ def test_what_it_refuses() -> None:
         ModelState(torch.optim.Adam(model.parameters()))  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="takes"):
         ModelState(model, [model])
+    swapped: Any = torch.optim.SGD(model.parameters())
+    with pytest.raises(UsageError, match=r"the model comes first: ModelState\(model, optimizers\)"):
+        ModelState(swapped, model)
     with pytest.raises(UsageError, match="LBFGS"):
         ModelState(model, torch.optim.LBFGS(model.parameters()))
+
+
+def test_an_optimizer_of_other_parameters() -> None:
+    """Made before ``fully_shard``, which replaces parameters."""
+    model = Net()
+    optimizer = torch.optim.Adam([*model.parameters()])
+    model.head.weight = nn.Parameter(torch.zeros(2, 4))
+    state = ModelState(model, optimizer)
+    saved = {"model": model.state_dict(), "optim": {}}
+    for call in (state.state_dict, lambda: state.load_state_dict(saved)):
+        with pytest.raises(
+            UsageError, match="parameters that are not in the model: create it after"
+        ):
+            call()
+    assert not optimizer.state
+    # Those of a part of the model may be left out.
+    ModelState(model, torch.optim.Adam(model.body.parameters())).state_dict()
 
 
 def test_plain_names() -> None:

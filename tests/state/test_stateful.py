@@ -31,6 +31,13 @@ def test_every_mistake_in_an_app_state_is_named() -> None:
     assert "the key 3 is of type int" in text
     assert "'b' is of type" in text
     assert "'c'" not in text
+    model = torch.nn.Linear(1, 1)
+    with pytest.raises(UsageError) as caught:
+        validate_app_state({"m": model.state_dict(), "o": torch.optim.SGD([*model.parameters()])})
+    assert str(caught.value).splitlines()[1:] == [
+        "  the value at 'm' is a dict of tensors: pass the model itself, not its state_dict(); put "
+        "other tensors into actorsnap.StateDict"
+    ]
     for wrong in (dict[str, Any](), 3, None):
         with pytest.raises(UsageError):
             validate_app_state(wrong)
