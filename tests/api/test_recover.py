@@ -365,7 +365,9 @@ def test_a_tensor_with_a_hole(tmp_path: Path) -> None:
 def test_a_damaged_commit_object(lost: Path) -> None:
     (lost / COMMIT_KEY).write_bytes(b"half")
     error = refused(lost, ChecksumMismatch, "the commit object is damaged")
-    assert any("--replace-damaged on the command line" in note for note in error.__notes__)
+    assert any(
+        "--replace-damaged" in note and "replace_damaged=True" in note for note in error.__notes__
+    )
     Snapshot(lost).recover(replace_damaged=True)
     asyncio.run(assert_whole(lost, 1))
 
