@@ -93,7 +93,7 @@ def recover(
         typer.Option(
             min=1,
             metavar="N",
-            help="Number of ranks that saved, if an older release did not record it.",
+            help="Number of ranks that saved, if a development version did not record it.",
         ),
     ] = None,
     force: Annotated[

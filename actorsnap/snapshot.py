@@ -815,8 +815,8 @@ class Snapshot(SnapshotHandle):
 
         Args:
             attempt: Name of the attempt's folder, if several attempts are complete.
-            world_size: Number of ranks that saved. Used only for snapshots of older releases, which
-                did not record it; their metadata is lost.
+            world_size: Number of ranks that saved. Used only for snapshots of development
+                versions that did not record it; their metadata is lost.
             force: Also recover an attempt that may still be saved or copied, by a running process
                 of this host, or from another host within the last 24 hours.
             replace_damaged: Replace a damaged commit object, which may have named another attempt.

@@ -600,7 +600,7 @@ def flip(path: Path) -> None:
 
 
 DAMAGES: list[tuple[str, Callable[[Path], None], type[ActorSnapError], str]] = [
-    (".actorsnap", remove, NotASnapshot, r"`cp -r SRC/\* DST` skipped it.* `actorsnap recover "),
+    (".actorsnap", remove, NotASnapshot, r"a copy left actorsnap.json out.* `actorsnap recover "),
     (".actorsnap", empty, ChecksumMismatch, r"\.actorsnap: the commit object is damaged"),
     (".actorsnap", cut, ChecksumMismatch, r"\.actorsnap"),
     (".actorsnap", grow, ChecksumMismatch, r"\.actorsnap"),

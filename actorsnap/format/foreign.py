@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from actorsnap.format.layout import Attempt
-from actorsnap.format.manifest import COMMIT_KEY, COMMIT_KEYS, OLDER_COMMIT_KEY
+from actorsnap.format.manifest import COMMIT_KEY, COMMIT_KEYS
 
 HEAD_BYTES = 512
 """Bytes that ``recognize_file`` needs."""
@@ -194,7 +194,6 @@ def _unfinished(attempts: Mapping[str, int], url: str, complete: Collection[str]
     return (
         f"there is no commit object ({COMMIT_KEY}), but a complete attempt: "
         f"{listed(sorted(complete))}. Either the save ended just before its commit, or a copy "
-        f"left {COMMIT_KEY} out. If the source has {OLDER_COMMIT_KEY} instead, of an older "
-        "release, `cp -r SRC/* DST` skipped it. Copy that object, too, or run "
+        f"left {COMMIT_KEY} out. Copy that object, too, or run "
         f"`actorsnap recover {shlex.quote(url)}`"
     )

@@ -134,7 +134,7 @@ class _Candidate:
     Attributes:
         ranks: With a manifest, sorted.
         nbytes: Size of its folder.
-        save: None: by an older release.
+        save: None: by a development version before 0.1.
         problem: Why it cannot be the snapshot.
     """
 
@@ -319,9 +319,9 @@ class _Recovery:
         if recorded is None and given is None:
             count = len(ranks)
             raise UsageError(
-                f"{name} in {self._storage.url} was saved by an older release, which did not "
-                f"record the number of ranks. There are {count} rank manifests; if {count} ranks "
-                f"saved it, pass world_size={count} (--world-size {count})"
+                f"{name} in {self._storage.url} was saved by a development version, which "
+                f"did not record the number of ranks. There are {count} rank manifests; if "
+                f"{count} ranks saved it, pass world_size={count} (--world-size {count})"
             )
         if recorded is not None and given is not None and recorded != given:
             raise UsageError(
