@@ -31,6 +31,7 @@ from actorsnap.runtime.optimizer_comparison import (
     other_optimizers,
     parameters_of,
     parameters_with_state,
+    reshaped_parameters,
     unprimed_optimizer,
     with_numbered_states,
 )
@@ -292,9 +293,10 @@ class _Comparer:
             optimizer: Any = self.app_state[key]
             owners = [reshaped.get(id(each)) for each in parameters_of(optimizer)]
             stateful = parameters_with_state(key, self._entries[key])
-            paths = [path for n, path in enumerate(owners) if path is not None and n in stateful]
-            if paths:
-                shown = ", ".join(paths[:3]) + (", ..." if paths[3:] else "")
+            named = {n: path for n, path in enumerate(owners) if path is not None and n in stateful}
+            unnamed = reshaped_parameters(key, optimizer, self._entries[key])
+            if misfits := [*(unnamed | named).values()]:
+                shown = ", ".join(misfits[:3]) + (", ..." if misfits[3:] else "")
                 self.compared.mismatched.append(
                     f"{escape(key)}: its saved state does not fit {shown}, of another shape in the "
                     "app state; the optimizer keeps its own state"

@@ -13,6 +13,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch.nn.parameter import is_lazy
 
 from actorsnap.format.manifest import CompositeEntry, TensorEntry, ValueEntry, ViewEntry
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry
@@ -32,6 +33,12 @@ from actorsnap.state.tree import escape, join, unescape
 
 _TENSORS = (TensorEntry, ShardedEntry, ViewEntry, CompositeEntry)
 _PARAMS = re.compile("param_groups/[0-9]+/params(/[0-9]+)?")
+
+_SHAPED_LIKE_PARAMETERS = frozenset(
+    "acc_delta ax exp_avg exp_avg_sq exp_inf grad_avg max_exp_avg_sq momentum_buffer prev "
+    "square_avg step_size sum".split()
+)
+"""Names of state tensors with the shape of their parameter, in the optimizers of torch."""
 
 
 def with_numbered_states(index: Index, app_state: AppState) -> Index:
@@ -180,6 +187,33 @@ def parameters_with_state(key: str, entries: Sequence[AnyEntry]) -> set[int]:
             number = entry.path.removeprefix(prefix).partition("/")[0]
             if number.isdecimal():
                 found.add(int(number))
+    return found
+
+
+def reshaped_parameters(
+    key: str, optimizer: torch.optim.Optimizer, entries: Sequence[AnyEntry]
+) -> dict[int, str]:
+    """Returns a text for each parameter, by number, whose shape differs from its saved state's.
+
+    Only for optimizers of torch itself: others may keep an ``exp_avg`` of another shape.
+    """
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return {}
+    parameters = parameters_of(optimizer)
+    prefix = f"{escape(key)}/state/"
+    found: dict[int, str] = {}
+    for entry in entries:
+        if not isinstance(entry, _TENSORS) or not entry.path.startswith(prefix):
+            continue
+        number, _, name = entry.path.removeprefix(prefix).partition("/")
+        if name not in _SHAPED_LIKE_PARAMETERS or not number.isdecimal():
+            continue
+        at = int(number)
+        if at >= len(parameters) or is_lazy(parameters[at]):
+            continue
+        saved, shape = tuple(entry.shape), tuple(parameters[at].shape)
+        if saved != shape:
+            found[at] = f"parameter {at} (saved: {saved}, here: {shape})"
     return found
 
 

@@ -21,6 +21,12 @@ pytestmark = pytest.mark.blocking
 
 ADAMW, SGD = "torch.optim.adamw.AdamW", "torch.optim.sgd.SGD"
 ANYWAY = Options(allow_optimizer_change=True)
+OPTIMIZERS = [name for name in torch.optim.__all__ if name[0].isupper() and name != "Optimizer"]
+MORE: dict[Any, dict[str, Any]] = {
+    torch.optim.SGD: {"momentum": 0.9},
+    torch.optim.RMSprop: {"momentum": 0.9, "centered": True},
+    torch.optim.AdamW: {"amsgrad": True},
+}
 
 
 class Trainer:
@@ -90,6 +96,50 @@ def test_the_state_of_a_parameter_of_another_shape_is_left_out(tmp_path: Path, f
     assert torch.equal(target["model"][0].weight, saved["model"][0].weight)
     assert not target[key].state
     step({"model": target["model"], "optimizer": target[key]})
+
+
+@pytest.mark.parametrize("is_primed", [False, True])
+def test_the_state_of_a_parameter_of_another_shape_is_left_out_without_its_module(
+    tmp_path: Path, is_primed: bool
+) -> None:
+    saved, target = fine_tuned(2), fine_tuned(3)
+    step(saved)
+    if is_primed:
+        step(target)
+    Snapshot.take(tmp_path / "s", saved)
+    before = copy.deepcopy(target["optimizer"].state_dict())
+    with pytest.raises(IncompatibleState, match="nothing was changed") as caught:
+        Snapshot(tmp_path / "s").restore({"optimizer": target["optimizer"]})
+    (line,) = caught.value.mismatched
+    assert line.startswith(
+        "optimizer: its saved state does not fit parameter 2 (saved: (2, 8), here: (3, 8)), "
+        "parameter 3 (saved: (2,), here: (3,)), of another shape in the app state"
+    )
+    assert_same(target["optimizer"].state_dict(), before)
+    step(target)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *[getattr(torch.optim, name) for name in OPTIMIZERS],
+        type("Factored", (torch.optim.SGD,), {"__module__": "mine"}),
+    ],
+)
+def test_the_state_of_any_optimizer_fits_its_own_parameters(tmp_path: Path, kind: Any) -> None:
+    """Whatever the shapes of its state are."""
+    saved, target = (nn.Linear(8, 4, bias=False) for _ in range(2))
+    optimizers = [kind(each.parameters(), **MORE.get(kind, {})) for each in (saved, target)]
+    saved(torch.ones(2, 8)).sum().backward()
+    if kind is torch.optim.SparseAdam:
+        assert saved.weight.grad is not None
+        saved.weight.grad = saved.weight.grad.to_sparse()
+    optimizers[0].step(lambda: saved(torch.ones(2, 8)).sum())
+    if kind.__module__ == "mine":  # of a third party
+        optimizers[0].state[saved.weight]["exp_avg"] = torch.ones(2)
+    Snapshot.take(tmp_path / "s", {"optimizer": optimizers[0]})
+    assert Snapshot(tmp_path / "s").restore({"optimizer": optimizers[1]}).is_complete
+    assert_same(optimizers[1].state_dict(), optimizers[0].state_dict())
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
