@@ -340,7 +340,8 @@ class FsspecStorage(Storage):
         first = folder.partition("/")[0]
         if first and not await self._call("exists", first):
             raise FileNotFoundError(f"there is no {first!r}")
-        await self._call("makedirs", folder, exist_ok=True)
+        with suppress(FileNotFoundError):  # a folder above was deleted: the caller tries again
+            await self._call("makedirs", folder, exist_ok=True)
 
     async def _open_stream(self, path: str) -> Any:
         return await self._with_folder(path, lambda: self._run(self._open_stream_blocking, path))

@@ -16,6 +16,7 @@ import fsspec
 import pytest
 import torch
 from fsspec.asyn import AsyncFileSystem
+from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
 
 from actorsnap import sync
@@ -231,6 +232,25 @@ async def test_a_writer_that_was_replaced_notices(
     monkeypatch.setattr(MemoryFileSystem, "pipe_file", raced)
     with pytest.raises(ObjectExists, match="another writer"):
         await storage.put_if_absent("key", b"ours")
+    await storage.aclose()
+
+
+@bounded(30)
+async def test_a_folder_above_vanishes_while_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make = LocalFileSystem.makedirs
+    lost = iter([FileNotFoundError(2, "No such file or directory")])
+
+    def makedirs(self: Any, path: str, exist_ok: bool = False) -> None:
+        for error in lost:
+            raise error
+        make(self, path, exist_ok=exist_ok)
+
+    monkeypatch.setattr(LocalFileSystem, "makedirs", makedirs)
+    storage = opened(f"fsspec+file://{tmp_path}")
+    await storage.put("a/b/c", [memoryview(b"x")])
+    assert await storage.get("a/b/c") == b"x"
     await storage.aclose()
 
 
