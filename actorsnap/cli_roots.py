@@ -34,7 +34,7 @@ from actorsnap.cli_calls import (
     run,
 )
 from actorsnap.cli_policies import parse_policies, parse_time
-from actorsnap.errors import ActorSnapError, UsageError, describe
+from actorsnap.errors import ActorSnapError, StorageError, UsageError, describe
 from actorsnap.format.steps import StepName
 from actorsnap.manager import looking
 from actorsnap.manager.inbox import put_request
@@ -47,7 +47,7 @@ from actorsnap.runtime.host import Script
 from actorsnap.runtime.location import make_location
 from actorsnap.runtime.roots import Root
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource
-from actorsnap.storage.base import for_each
+from actorsnap.storage.base import for_each, size_below
 
 _POLICY_HELP = (
     "Steps to keep. Repeatable. One of all, last:N, best:METRIC:min|max[:N], every:STEPS, "
@@ -94,26 +94,34 @@ def steps(
         with _opened(root, option) as opened:
             # A newer release may mean more by a step: no policy judges this run.
             has_newer = all and policy is None
-            infos = run(looking.steps(opened, is_complete=True, has_newer=has_newer))
+            failed: dict[StepName, StorageError] = {}
+            infos = run(looking.steps(opened, is_complete=True, has_newer=has_newer, failed=failed))
             _require(infos, opened)
             if not all:
                 _require_committed(infos, opened)
             if policy is not None:
                 _require_metrics(infos, policy)
-            verdicts = (
-                {} if policy is None else run(_judge(opened, policy, min_valid or 2)).verdicts
-            )
-            shown = [info for info in infos if all or info.state == "committed"]
+            judged = None if policy is None else run(_judge(opened, policy, min_valid or 2))
+            verdicts = {} if judged is None else judged.verdicts
+            # What cannot be read may be committed.
+            shown = [info for info in infos if all or info.state in ("committed", "not readable")]
             sizes = run(_measure(opened, [info.name for info in shown]))
         if as_json:
             output.print_json(
                 [
-                    _step_json(info) | {"nbytes": sizes[info.name]} | _verdict_json(info, verdicts)
+                    _step_json(info)
+                    | {"nbytes": sizes.get(info.name)}
+                    | ({"detail": str(failed[info.name])} if info.name in failed else {})
+                    | _verdict_json(info, verdicts)
                     for info in shown
                 ]
             )
-            return
-        output.print_columns(_row(info, sizes[info.name], verdicts) for info in shown)
+        else:
+            output.print_columns(
+                _row(info, sizes.get(info.name), failed.get(info.name), verdicts) for info in shown
+            )
+        if failed or (judged is not None and judged.failed):
+            raise typer.Exit(4)
 
 
 def prune(
@@ -133,7 +141,7 @@ def prune(
             raise UsageError("name the steps to keep, for example --keep last:3")
         policy = parse_policies(keep)
         with _opened(root, option) as opened:
-            infos = run(looking.steps(opened, is_complete=True))
+            infos = run(looking.steps(opened, is_complete=True, failed={}))
             _require(infos, opened)
             if {info.state for info in infos} == {"unfinished"}:
                 _require_committed(infos, opened)
@@ -160,7 +168,7 @@ def prune(
         else:
             what = "deleted" if yes else "would delete"
             output.print_columns(
-                [what, opened.url_of(name), output.size_text(sizes[name])] for name in done.doomed
+                [what, opened.url_of(name), _size_text(sizes.get(name))] for name in done.doomed
             )
             sys.stdout.flush()
             _summarize(done, sizes, is_dry=not yes)
@@ -174,6 +182,11 @@ def prune(
         if gone:
             number = output.count_of(len(gone), "step was", "steps were")
             err.print(f"{number} already deleted, by the job")
+        if done.failed and not yes:
+            for name, why in done.failed.items():
+                err.print(f"kept {quote(output.visible(f'{name}: {why}'))}")
+            err.print(f"[red]{output.count_of(len(done.failed), 'step', 'steps')} not readable[/]")
+            raise typer.Exit(4)
         if done.failed:  # logged with the reasons
             number = output.count_of(len(done.failed), "step was", "steps were")
             err.print(f"[red]{number} not deleted[/]")
@@ -227,7 +240,7 @@ def latest(
                 looking.latest_valid(opened, level) if valid or full else looking.latest(opened)
             )
             if found is None:
-                infos = run(looking.steps(opened, is_complete=True))
+                infos = run(looking.steps(opened, is_complete=True, failed={}))
                 _require(infos, opened)
                 _require_committed(infos, opened)
                 command = f"verify --all{' --full' * full} {shlex.quote(output.one_line(root))}"
@@ -247,7 +260,8 @@ def save_now(
 ) -> None:
     """Ask the job that saves to ROOT to save soon. Its manager needs watch_requests_s."""
     with errors(), _opened(root, option) as opened:
-        _require(run(looking.steps(opened, is_complete=True)), opened)
+        infos = run(looking.steps(opened, is_complete=True, has_newer=True, failed={}))
+        _require(infos, opened)
         run(opened.source.perform("request", lambda source: put_request(source, reason)))
         if as_json:
             output.print_json({"root": opened.url, "reason": reason})
@@ -440,19 +454,26 @@ def _judge(
 
 
 def _measure(root: Root, names: Sequence[StepName]) -> Script[dict[StepName, int]]:
-    """Returns the bytes that each snapshot occupies: by one listing, if there are many."""
+    """Returns the bytes that each snapshot occupies: by one listing, if there are many. Leaves out
+    what cannot be listed.
+    """
 
     async def perform(opened: OpenSource) -> dict[StepName, int]:
-        sizes = dict.fromkeys(names, 0)
+        if len(names) > MAX_SMALL_READS:
+            sizes = dict.fromkeys(names, 0)
+            with suppress(StorageError):
+                async for info in opened.storage.list("step-"):
+                    name = StepName.parse(info.key.partition("/")[0])
+                    if name in sizes:
+                        sizes[name] += info.size
+                return sizes
+        sizes = {}
 
-        async def add(prefix: str) -> None:
-            async for info in opened.storage.list(prefix):
-                name = StepName.parse(info.key.partition("/")[0])
-                if name in sizes:
-                    sizes[name] += info.size
+        async def measure(name: StepName) -> None:
+            with suppress(StorageError):
+                sizes[name] = await size_below(opened.storage, f"{name}/")
 
-        prefixes = ["step-"] if len(sizes) > MAX_SMALL_READS else [f"{name}/" for name in sizes]
-        await for_each(prefixes, add, at_once=MAX_SMALL_READS)
+        await for_each(names, measure, at_once=MAX_SMALL_READS)
         return sizes
 
     return (yield from root.source.perform("list", perform))
@@ -487,7 +508,7 @@ def _require(infos: Iterable[object], root: Root) -> None:
 
 
 def _require_committed(infos: Sequence[StepInfo], root: Root) -> None:
-    if not any(info.state == "committed" for info in infos):
+    if not any(info.state in ("committed", "not readable") for info in infos):
         others = output.count_of(len(infos), "other step", "other steps")
         raise NothingFound(
             f"{root.url} has no committed step, only {others}; `actorsnap steps --all` lists them"
@@ -496,6 +517,8 @@ def _require_committed(infos: Sequence[StepInfo], root: Root) -> None:
 
 def _require_metrics(infos: Sequence[StepInfo], policy: KeepPolicy) -> None:
     """Raises ``NothingFound`` for a misspelled metric: its policy would keep every step."""
+    if any(info.state == "not readable" for info in infos):
+        return  # only these may have it
     known = looking.metrics_of(infos)
     for metric in kept_metrics(policy):
         if metric not in known:
@@ -515,15 +538,18 @@ def _print_one(info: StepInfo, as_json: bool) -> None:
 
 
 def _row(
-    info: StepInfo, nbytes: int, verdicts: Mapping[StepName, tuple[bool, Sequence[str]]]
+    info: StepInfo,
+    nbytes: int | None,
+    failure: StorageError | None,
+    verdicts: Mapping[StepName, tuple[bool, Sequence[str]]],
 ) -> list[str]:
     created = info.created
     cells = [
         str(info.name),
         "-" if created is None else f"{output.age_text(time.time() - created.timestamp())} old",
         _metrics_text(info.metrics) or "-",
-        output.size_text(nbytes),
-        info.state,
+        _size_text(nbytes),
+        info.state if failure is None or info.name in verdicts else f"{info.state}: {failure}",
     ]
     if verdicts:
         keeps, reasons = _verdict(info, verdicts)  # with the pins
@@ -531,6 +557,10 @@ def _row(
     elif info.pins:
         cells.append(", ".join(map(str, info.pins)))
     return cells
+
+
+def _size_text(nbytes: int | None) -> str:
+    return "-" if nbytes is None else output.size_text(nbytes)
 
 
 def _metrics_text(metrics: Mapping[str, float]) -> str:
@@ -545,7 +575,7 @@ def _verdict(
 
 
 def _summarize(done: _Outcome, sizes: Mapping[StepName, int], *, is_dry: bool) -> None:
-    total = output.size_text(sum(sizes[name] for name in done.doomed))
+    total = output.size_text(sum(sizes.get(name, 0) for name in done.doomed))
     number = output.count_of(len(done.doomed), "step", "steps")
     if not is_dry:
         err.print(f"deleted {number}, {total}")

@@ -209,9 +209,138 @@ def test_a_step_that_cannot_be_read(root: Path) -> None:
         assert states == {name(step): "ok" for step in LOSSES} | {name(100): "not readable"}
         damage(root, name(200))
         assert run("verify", "--all", faulty_url(root)).code == 1
-        ended = run("steps", faulty_url(root))
+
+
+@pytest.mark.parametrize("more", [[], ["--all"], ["--keep", "last:1", "--min-valid", 1]])
+def test_steps_goes_on_after_one_that_cannot_be_read(root: Path, more: list[str]) -> None:
+    with faulty(Locked):
+        ended = run("steps", faulty_url(root), *more)
         assert ended.code == 4
-        assert name(100) in ended.err
+        rows = {row[0]: row[1:] for row in ended.rows}
+        assert [*rows] == [name(step) for step in LOSSES]
+        assert rows[name(100)][:3] == ["-", "-", "-"]
+        reason = rows[name(100)][-1].removeprefix("stays: ")
+        assert reason.startswith("not readable: Permission denied")
+        assert [rows[name(step)][3] for step in (0, 200, 300)] == ["committed"] * 3
+        found = json.loads(run("steps", faulty_url(root), *more, "--json").out)[1]
+        assert (found["state"], found["nbytes"]) == ("not readable", None)
+        assert found["detail"].startswith("Permission denied")
+        assert run("save-now", faulty_url(root)).code == 0
+
+
+class LockedNewest(Wrapper):
+    """Refuses to read the newest step, or only to list it."""
+
+    verbs = frozenset({"get", "read_into", "stat", "list"})
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if op in self.verbs and name(300) in f"{self.url}/{key}":
+            raise AccessDenied(op=op, key=key, backend=self.url, detail="Permission denied")
+        return await super().around(op, key, call, *args, **kwargs)
+
+
+class LockedNewestList(LockedNewest):
+    verbs = frozenset({"list", "stat"})
+
+
+@pytest.mark.parametrize("more", [[], ["--valid"], ["--full"]])
+def test_latest_does_not_skip_a_step_that_it_cannot_read(root: Path, more: list[str]) -> None:
+    """A job would continue from an older step than the operator expects."""
+    with faulty(LockedNewest):
+        ended = run("latest", faulty_url(root), *more)
+        assert (ended.code, ended.out) == (4, "")
+        assert name(300) in ended.err
+        newest = f"the newest step that could be read is {faulty_url(root)}/{name(200)}"
+        assert newest in ended.err
+        notes = json.loads(run("latest", faulty_url(root), *more, "--json").out)["error"]["notes"]
+        assert notes == [newest]
+    with faulty(LockedNewestList):
+        ended = run("latest", faulty_url(root), *more)
+        assert ended.code == (4 if more else 0)
+    with faulty(Locked):  # an older one
+        ended = run("latest", faulty_url(root), *more)
+        assert (ended.code, ended.out) == (0, f"{faulty_url(root)}/{name(300)}\n")
+
+
+def test_prune_goes_on_after_one_that_cannot_be_read(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    url = faulty_url(root)
+    with faulty(Locked):
+        ended = run("prune", url, "--keep", "last:1", "--min-valid", 1)
+        assert ended.code == 4
+        assert [row[1] for row in ended.rows] == [f"{url}/{name(0)}", f"{url}/{name(200)}"]
+        assert f"kept {name(100)}: AccessDenied: Permission denied" in ended.err
+        assert ended.err.endswith("1 step not readable\n")
+        arguments = ["prune", url, "--keep", "last:1", "--min-valid", 1, "--yes", "--json"]
+        ended = run(*arguments)
+        assert ended.code == 4
+        found = json.loads(ended.out)
+        assert found["deleted"] == [f"{url}/{name(0)}", f"{url}/{name(200)}"]
+        assert [*found["failed"]] == [f"{url}/{name(100)}"]
+        assert (ended.err + caplog.text).count(f"{name(100)}: not deleted: ") == 1
+    assert names(root) == [name(100), name(300)]
+    assert run("verify", root / name(100), "--full").code == 0
+
+
+@pytest.mark.parametrize("locked", [LockedNewest, LockedNewestList])
+def test_prune_deletes_nothing_instead_of_a_step_that_it_cannot_read(
+    root: Path, locked: type[Wrapper]
+) -> None:
+    """The newest step may be damaged: as many intact ones stay as without it."""
+    with faulty(locked):
+        ended = run("prune", faulty_url(root), "--keep", "last:1", "--min-valid", 2, "--yes")
+    assert ended.code == 4
+    assert names(root) == [name(100), name(200), name(300)]
+
+
+def test_an_unreadable_step_of_an_older_run_is_no_leftover(root: Path) -> None:
+    """A folder without a commit object goes; one whose commit object cannot be read does not."""
+    with manager(root) as running:
+        running.restore(300)
+        running.maybe_save(400, metrics={"loss": 1.0})
+    with faulty(Locked):
+        ended = run("prune", faulty_url(root), "--keep", "last:5", "--yes")
+    assert ended.code == 4
+    assert len(names(root)) == 5
+    assert run("verify", root / name(100), "--full").code == 0
+
+
+def test_a_manager_deletes_the_others(root: Path) -> None:
+    url = faulty_url(root)
+    with faulty(Locked):
+        with manager(url, keep=keep.last(1), min_valid=1) as running:
+            running.restore_latest()
+            running.maybe_save(400, metrics={"loss": 1.0})
+            running.wait()
+            report = running.prune(dry_run=True)
+        assert [*report.failed] == [*running.status().failed_deletes] == [f"{url}/{name(100)}"]
+    assert names(root) == [name(100), name(300), name(400, 2)]
+
+
+def test_sizes_of_many_steps_of_which_one_cannot_be_listed(tmp_path: Path) -> None:
+    with manager(tmp_path / "many", save=every.steps(1)) as running:
+        for step in range(70):
+            running.maybe_save(step)
+
+    class LockedOne(LockedNewest):
+        async def around(
+            self,
+            op: str,
+            key: str,
+            call: Callable[P, Awaitable[T]],
+            *args: P.args,
+            **kwargs: P.kwargs,
+        ) -> T:
+            if op == "list" and key in ("step-", f"{name(1)}/"):
+                raise AccessDenied(op=op, key=key, backend=self.url, detail="Permission denied")
+            return await Wrapper.around(self, op, key, call, *args, **kwargs)
+
+    with faulty(LockedOne):
+        found = json.loads(run("steps", faulty_url(tmp_path / "many"), "--json").out)
+    assert [each["nbytes"] is None for each in found] == [step == 1 for step in range(70)]
 
 
 class LockedFolder(Locked):
@@ -591,9 +720,9 @@ def test_prune_stops_for_a_later_run(
     read_commits, list_records = Root.read_commits, Root.list_records
     looks = []
 
-    async def begin_another(self: Root, opened: OpenSource, names: Any) -> Any:
+    async def begin_another(self: Root, opened: OpenSource, names: Any, **more: Any) -> Any:
         await self.claim_generation(opened, restored_from=None, world_size=1)
-        return await read_commits(self, opened, names)
+        return await read_commits(self, opened, names, **more)
 
     async def look(self: Root, opened: OpenSource) -> Records:
         looks.append(1)

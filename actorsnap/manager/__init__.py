@@ -427,7 +427,7 @@ class CheckpointManager(ManagerHandle):
         """Returns the newest committed step of the run, without checking that it is intact.
 
         Raises:
-            StorageError: Listing or reading failed.
+            StorageError: Listing failed, or the newest step cannot be read.
         """
         return await run_async(self._body.latest())
 
@@ -436,7 +436,8 @@ class CheckpointManager(ManagerHandle):
         """Returns the newest step of the run that ``Snapshot.verify`` finds intact.
 
         Raises:
-            StorageError: Listing or reading failed.
+            StorageError: Listing failed, or a newer step cannot be read. A note names the newest
+                one that can.
         """
         return await run_async(self._body.latest_valid(level))
 

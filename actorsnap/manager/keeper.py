@@ -20,6 +20,7 @@ from actorsnap.errors import (
     NotASnapshot,
     NoValidSnapshot,
     RootTaken,
+    StorageError,
     UsageError,
     describe,
     joined,
@@ -387,15 +388,16 @@ class Keeper:
     ) -> tuple[list[Verdict], Deletions]:
         listing = await self._root.list(opened)
         self._check_is_root(listing)
-        commits = await self._root.read_commits(opened, listing.names)
+        failed: dict[StepName, StorageError] = {}  # not judged: these stay
+        commits = await self._root.read_commits(opened, listing.names, failed=failed)
         facts = await self._root.read_facts(opened, listing)
-        run = current_timeline(listing, commits)
+        run = current_timeline(listing, {*commits, *failed})
         steps = [
             stored_step(name, commit, facts.get(name))
             for name in run
             if isinstance(commit := commits.get(name), Commit) and name not in self.damaged
         ]
-        steps = await self._verify_newest(steps)
+        steps = await self._verify_newest(steps, failed)
         held = dict.fromkeys(self._held, "still at the tier")
         verdicts = judge(
             steps,
@@ -404,10 +406,12 @@ class Keeper:
             valid=self._valid,
             min_valid=self._min_valid,
         )
-        verdicts = self._with_damaged(verdicts, run, commits)
+        verdicts = self._with_others(verdicts, run, commits, failed)
         doomed = {v.name: _reason(policy) for v in verdicts if not v.keeps}
+        result = Deletions(failed={**failed})
         if dry_run:
-            return verdicts, Deletions(deleted=[*doomed])
+            result.deleted = [*doomed]
+            return verdicts, result
         generation = self.generation
         if generation is None or self._looks_superseded(listing):
             return verdicts, Deletions()
@@ -417,7 +421,7 @@ class Keeper:
             {*listing.names}.difference(self._in_flight, self._held),
             listing.records.intents,
             committed={name for name, each in commits.items() if isinstance(each, Commit)},
-            damaged={name for name, each in commits.items() if not isinstance(each, Commit)},
+            damaged={n for n, each in commits.items() if not isinstance(each, Commit)} | {*failed},
             generation=generation,
         ) - {*doomed}
         intents = {
@@ -425,7 +429,8 @@ class Keeper:
         }
         # Marks of what is at a tier only are no rests.
         listing = replace(listing, names={*listing.names, *self._held})
-        return verdicts, await self._delete(opened, listing, generation, intents, rests)
+        await self._delete(opened, listing, generation, intents, rests, result)
+        return verdicts, result
 
     def _report_abandoned(
         self, listing: Listing, commits: Mapping[StepName, Commit | FormatError], generation: int
@@ -480,16 +485,19 @@ class Keeper:
                     "" if metric in known else there_are,
                 )
 
-    def _with_damaged(
+    def _with_others(
         self,
         verdicts: Sequence[Verdict],
         run: Sequence[StepName],
         commits: Mapping[StepName, Commit | FormatError],
+        failed: Mapping[StepName, StorageError],
     ) -> list[Verdict]:
-        """Adds the damaged steps of the run: no policy judges them, and they stay."""
+        """Adds the damaged and unreadable steps of the run: they stay, no policy judges them."""
         found = {verdict.name: verdict for verdict in verdicts}
         for name in run:
-            if name not in found:
+            if name in failed:
+                found[name] = Verdict(name, True, (f"not readable: {failed[name]}",))
+            elif name not in found:
                 why = self.damaged.get(name) or commits[name]
                 found[name] = Verdict(name, True, (f"damaged: {why}",))
         return [found[name] for name in run]
@@ -526,12 +534,12 @@ class Keeper:
         generation: int,
         intents: Mapping[StepName, DeleteIntent],
         rests: Collection[StepName],
+        result: Deletions,
         *,
         heeds_pins: bool = True,
         before: Callable[[StepName], Awaitable[None]] | None = None,
-    ) -> Deletions:
+    ) -> None:
         """Deletes for a bounded time: the next pass goes on."""
-        result = Deletions()
         deleter = Deleter(
             *(self._root, opened, listing, generation, result),
             heeds_pins=heeds_pins,
@@ -556,7 +564,6 @@ class Keeper:
             for name in result.deleted:
                 why = intents[name].reason if name in intents else ""
                 self._events.post(EventKind.PRUNED, name.step, why)
-        return result
 
     async def delete(self, step: int | StepName, *, force: bool) -> None:
         """Deletes one snapshot, by the intent of a pass. Without a generation, under the newest.
@@ -577,8 +584,9 @@ class Keeper:
                 await self._check_expendable(listing, commits, facts, name)
             generation = self.generation or listing.newest_generation
             intents = {name: make_intent(commits[name], generation, "delete()")}
-            result = await self._delete(
-                *(opened, listing, generation, intents, ()),
+            result = Deletions()
+            await self._delete(
+                *(opened, listing, generation, intents, (), result),
                 heeds_pins=not force,
                 before=partial(self._delete_near, intent=intents[name]),
             )
@@ -626,8 +634,12 @@ class Keeper:
                 return
         raise UsageError(f"{url} is the only valid snapshot of the run: {instead}")
 
-    async def _verify_newest(self, steps: list[StoredStep]) -> list[StoredStep]:
-        """Verifies the newest steps until enough are valid; leaves out damaged ones."""
+    async def _verify_newest(
+        self, steps: list[StoredStep], failed: dict[StepName, StorageError]
+    ) -> list[StoredStep]:
+        """Verifies the newest steps until enough are valid; leaves out damaged ones, and those
+        that cannot be read, which ``failed`` gets.
+        """
         missing = self._min_valid
         damaged: set[StepName] = set()
         for stored in reversed(steps):
@@ -635,14 +647,18 @@ class Keeper:
                 break
             if stored.name not in self._valid:
                 look = find_damage(self._root, stored.name, "quick")
-                problems = await run_on_loop(Host.get(), look)
+                try:
+                    problems = await run_on_loop(Host.get(), look)
+                except StorageError as error:
+                    failed[stored.name] = error
+                    continue
                 if problems:
                     damaged.add(stored.name)
                     self._root.damaged[stored.name] = _text_of(problems)
                     continue
                 self._valid.add(stored.name)
             missing -= 1
-        return [stored for stored in steps if stored.name not in damaged]
+        return [stored for stored in steps if stored.name not in {*damaged, *failed}]
 
 
 def find_damage(

@@ -14,7 +14,7 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
-from actorsnap.errors import FormatError, UnsupportedFormat, UsageError
+from actorsnap.errors import FormatError, StorageError, UnsupportedFormat, UsageError
 from actorsnap.format.manifest import Commit
 from actorsnap.format.requests import check_reason
 from actorsnap.format.steps import StepName
@@ -30,40 +30,81 @@ from actorsnap.runtime.source import OpenSource
 Until: TypeAlias = timedelta | datetime | None
 
 
-def steps(root: Root, *, is_complete: bool, has_newer: bool = False) -> Script[list[StepInfo]]:
+def steps(
+    root: Root,
+    *,
+    is_complete: bool,
+    has_newer: bool = False,
+    failed: dict[StepName, StorageError] | None = None,
+) -> Script[list[StepInfo]]:
     """Returns committed steps of the timeline, oldest first; if complete, all others too.
 
     Args:
         has_newer: Include steps that a newer release saved, instead of raising
             ``UnsupportedFormat``.
+        failed: Takes the errors of steps that cannot be read, instead of raising the first. These
+            steps may be committed: they are in the result, as ``"not readable"``.
     """
 
     async def perform(opened: OpenSource) -> list[StepInfo]:
         listing = await root.list(opened)
-        commits = await root.read_commits(opened, listing.names, has_newer=has_newer)
+        commits = await root.read_commits(opened, listing.names, has_newer=has_newer, failed=failed)
         facts = await root.read_facts(opened, listing)
-        run = {*current_timeline(listing, commits)}
-        found = [
-            _info(root, listing, name, commits.get(name), facts.get(name, Facts()), name in run)
+        found = {**commits, **(failed or {})}
+        run = {*current_timeline(listing, found)}
+        return [
+            _info(root, listing, name, found.get(name), facts.get(name, Facts()), name in run)
             for name in sorted(listing.names, key=lambda name: (name.generation, name.step))
+            if is_complete or (name in run and not isinstance(found[name], FormatError))
         ]
-        return [info for info in found if is_complete or info.state == "committed"]
 
     return (yield from root.source.perform("list", perform))
 
 
 def latest(root: Root) -> Script[StepInfo | None]:
-    infos = yield from steps(root, is_complete=False)
-    return infos[-1] if infos else None
+    """Returns the newest committed step.
+
+    Raises:
+        StorageError: A newer step cannot be read.
+    """
+    return (yield from _find_newest(root, None))
 
 
 def latest_valid(root: Root, level: str) -> Script[StepInfo | None]:
-    """Returns the newest step that is intact at one of the places, with the URL there."""
-    infos = yield from steps(root, is_complete=False)
+    """Returns the newest step that is intact at one of the places, with the URL there.
+
+    Raises:
+        StorageError: A newer step cannot be read.
+    """
+    return (yield from _find_newest(root, level))
+
+
+def _find_newest(root: Root, level: str | None) -> Script[StepInfo | None]:
+    failed: dict[StepName, StorageError] = {}
+    infos = yield from steps(root, is_complete=False, failed=failed)
+    newer: StorageError | None = None
     for info in reversed(infos):
-        for place in root.places:
-            if not (yield from find_damage(place, info.name, level)):
-                return replace(info, url=place.url_of(info.name))
+        try:
+            if info.name in failed:
+                raise failed[info.name]
+            found = info if level is None else (yield from _find_whole(root, info, level))
+        except StorageError as error:
+            newer = newer or error
+            continue
+        if found is not None and newer is not None:
+            newer.add_note(f"the newest step that could be read is {found.url}")
+            break
+        if found is not None:
+            return found
+    if newer is not None:
+        raise newer
+    return None
+
+
+def _find_whole(root: Root, info: StepInfo, level: str) -> Script[StepInfo | None]:
+    for place in root.places:
+        if not (yield from find_damage(place, info.name, level)):
+            return replace(info, url=place.url_of(info.name))
     return None
 
 
@@ -90,7 +131,7 @@ def _info(
     root: Root,
     listing: Listing,
     name: StepName,
-    commit: Commit | FormatError | None,
+    commit: Commit | FormatError | StorageError | None,
     facts: Facts,
     is_in_run: bool,
 ) -> StepInfo:
@@ -98,6 +139,7 @@ def _info(
     if not isinstance(commit, Commit):
         state = "unfinished" if commit is None else "damaged"
         state = "newer format" if isinstance(commit, UnsupportedFormat) else state
+        state = "not readable" if isinstance(commit, StorageError) else state
         state = "deleting" if commit is None and name in listing.records.intents else state
         return StepInfo(step=name.step, url=url, name=name, state=state)
     stored = stored_step(name, commit, facts)

@@ -90,7 +90,7 @@ class PruneReport:
     Attributes:
         verdicts: A verdict on each committed step of the run, oldest first.
         deleted: URLs; with ``dry_run`` those that would be deleted.
-        failed: Reasons by URL. A later pass tries again.
+        failed: Reasons by URL: steps that could not be read or deleted. A later pass tries again.
     """
 
     verdicts: tuple[Verdict, ...]

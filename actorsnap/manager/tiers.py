@@ -27,6 +27,7 @@ from actorsnap.errors import (
     ObjectExists,
     ObjectNotFound,
     RootTaken,
+    StorageError,
     UsageError,
     describe,
 )
@@ -126,10 +127,15 @@ class TieredRoot(Root):
         return listing
 
     async def read_commits(
-        self, opened: OpenSource, names: Iterable[StepName], *, has_newer: bool = False
+        self,
+        opened: OpenSource,
+        names: Iterable[StepName],
+        *,
+        has_newer: bool = False,
+        failed: dict[StepName, StorageError] | None = None,
     ) -> dict[StepName, Commit | FormatError]:
         names = [*names]
-        found = await super().read_commits(opened, names, has_newer=has_newer)
+        found = await super().read_commits(opened, names, has_newer=has_newer, failed=failed)
         damaged = self.root.damaged
         others = [n for n in names if n in damaged or not isinstance(found.get(n), Commit)]
         there: dict[StepName, Commit | FormatError] = {}
@@ -143,6 +149,9 @@ class TieredRoot(Root):
             and not (name in damaged and name in found and name in self.tier.damaged)
         }
         self._near = (self._near - {*names}) | {*whole}
+        if failed is not None:
+            for name in whole:
+                failed.pop(name, None)
         return {**there, **found, **whole}
 
     async def is_committed(self, opened: OpenSource, name: StepName) -> bool:

@@ -17,7 +17,6 @@ import msgspec
 
 from actorsnap.actors.snapshot_reader import Commits, find_commit, is_complete, read_commits
 from actorsnap.errors import (
-    AccessDenied,
     ChecksumMismatch,
     FormatError,
     NotASnapshot,
@@ -195,15 +194,18 @@ def measure_snapshots(
 
         async def measure(name: str) -> None:
             commit = found[name]
-            if isinstance(commit, Commit):
-                attempts = [commit.attempt]
-            else:
-                attempts = [
-                    each for each in await opened.storage.list_folders(name) if Attempt.parse(each)
-                ]
-            with contextlib.suppress(AccessDenied):
+            with contextlib.suppress(StorageError):
+                attempts = (
+                    [commit.attempt]
+                    if isinstance(commit, Commit)
+                    else await opened.storage.list_folders(name)
+                )
                 sizes[name] = sum(
-                    [await size_below(opened.storage, f"{name}/{each}/") for each in attempts]
+                    [
+                        await size_below(opened.storage, f"{name}/{each}/")
+                        for each in attempts
+                        if Attempt.parse(each)
+                    ]
                 )
 
         await for_each(found, measure, at_once=MAX_SMALL_READS)

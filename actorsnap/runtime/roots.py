@@ -336,9 +336,17 @@ class Root:
             return RunRecord(generation=generation, created_s=0.0, host="", pid=0, world_size=1)
 
     async def read_commits(
-        self, opened: OpenSource, names: Iterable[StepName], *, has_newer: bool = False
+        self,
+        opened: OpenSource,
+        names: Iterable[StepName],
+        *,
+        has_newer: bool = False,
+        failed: dict[StepName, StorageError] | None = None,
     ) -> dict[StepName, Commit | FormatError]:
-        """Returns commit objects, or why they cannot be read. Leaves out unfinished saves.
+        """Returns commit objects, or how they are damaged. Leaves out unfinished saves.
+
+        Args:
+            failed: Takes the errors of reads that failed, instead of raising the first.
 
         Raises:
             UnsupportedFormat: A newer release saved one, unless ``has_newer``.
@@ -359,6 +367,11 @@ class Root:
                 except FormatError as error:
                     error.name_snapshot(self.url_of(name))
                     commit = error
+                except StorageError as error:
+                    if failed is None:
+                        raise
+                    failed[name] = error
+                    return
                 if commit is None:
                     return
                 self._commits[name] = commit
