@@ -8,6 +8,7 @@ Programs read an error's fields; its message is for people, and adds advice. Err
 #
 #     ActorSnapError
 #     ├── UsageError (ValueError)            bad input, raised before any I/O
+#     │   └── MissingPackage
 #     ├── StorageError(op, key, backend)
 #     │   ├── ObjectNotFound (FileNotFoundError)
 #     │   ├── ObjectExists (FileExistsError)
@@ -53,6 +54,7 @@ __all__ = [
     "ChecksumMismatch",
     "FormatError",
     "IncompatibleState",
+    "MissingPackage",
     "NoValidSnapshot",
     "NotASnapshot",
     "ObjectExists",
@@ -398,7 +400,8 @@ class NotASnapshot(FormatError):
         return f"{self.key}: {self.detail}"
 
 
-def _format_list(title: str, lines: Sequence[str]) -> list[str]:
+def format_list(title: str, lines: Sequence[str]) -> list[str]:
+    """Returns a title and up to 20 lines below it; nothing without lines."""
     if not lines:
         return []
     shown = [f"    {line}" for line in lines[:20]]
@@ -442,10 +445,10 @@ class IncompatibleState(ActorSnapError):
             f"{_MISFITS.get(self.misfit, self.misfit)}; "
             f"{'nothing was changed' if self.is_untouched else 'parts of it were overwritten'}. "
             f"{self._advice()}".rstrip(),
-            *_format_list("missing in the snapshot", self.missing),
-            *_format_list("unexpected in the snapshot", self.unexpected),
-            *_format_list("mismatched", self.mismatched),
-            *_format_list("hints", self.hints),
+            *format_list("missing in the snapshot", self.missing),
+            *format_list("unexpected in the snapshot", self.unexpected),
+            *format_list("mismatched", self.mismatched),
+            *format_list("hints", self.hints),
         ]
         return "\n".join(lines)
 
@@ -598,7 +601,7 @@ class NoValidSnapshot(ActorSnapError):
                 f"there is no intact snapshot at {self.url}. To copy one back from a backup, first "
                 "delete the damaged one with `actorsnap rm`. `actorsnap verify URL --full` shows "
                 "all damage; allow_fresh=True starts from nothing.",
-                *_format_list("damaged", lines),
+                *format_list("damaged", lines),
             ]
         )
 

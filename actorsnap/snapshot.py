@@ -400,12 +400,17 @@ class Snapshot(SnapshotHandle):
         """
         return await self._run(
             restore.restore(
-                *(self._source, app_state),
-                strict=strict,
-                group=group,
-                store=store,
-                progress=progress,
-                selection=restore.Selection(keys=keys, rename=rename, cast=cast),
+                self._source,
+                restore.RestoreCall(
+                    app_state=app_state,
+                    strict=strict,
+                    keys=keys,
+                    rename=rename,
+                    cast=cast,
+                    group=group,
+                    store=store,
+                    progress=progress,
+                ),
             )
         )
 
@@ -442,12 +447,17 @@ class Snapshot(SnapshotHandle):
         """
         return await self._run(
             restore.plan_restore(
-                *(self._source, app_state),
-                strict=strict,
-                group=group,
-                store=store,
-                progress=progress,
-                selection=restore.Selection(keys=keys, rename=rename, cast=cast),
+                self._source,
+                restore.RestoreCall(
+                    app_state=app_state,
+                    strict=strict,
+                    keys=keys,
+                    rename=rename,
+                    cast=cast,
+                    group=group,
+                    store=store,
+                    progress=progress,
+                ),
             )
         )
 

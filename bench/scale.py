@@ -78,7 +78,7 @@ def _restore(url: str, state: Any, rank: int, *, verify: bool = True) -> Any:
     from actorsnap.planning.shared_reads import ReadMode
     from actorsnap.protocol.restore import RestoreDecisions
     from actorsnap.runtime.location import make_location, resolve_options
-    from actorsnap.runtime.restore import restore_by
+    from actorsnap.runtime.restore import Overwritten, RestoreCall, restore_by
     from actorsnap.runtime.rounds import Alone
     from actorsnap.runtime.script import run_sync
     from actorsnap.runtime.source import Source
@@ -86,7 +86,9 @@ def _restore(url: str, state: Any, rank: int, *, verify: bool = True) -> Any:
     options = Options(read_mode="direct", verify=verify, memory_budget_bytes=256 * MIB)
     source = Source(make_location(url, None), resolve_options(options))
     rounds = Alone(RestoreDecisions(mode=ReadMode.DIRECT), rank=rank)
-    return run_sync(restore_by(rounds, source, state, strict=True), name="restore")
+    return run_sync(
+        restore_by(rounds, source, RestoreCall(app_state=state), Overwritten()), name="restore"
+    )
 
 
 def _reset_peak() -> int:

@@ -19,7 +19,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from actorsnap import Options, StateDict, UsageError, __version__, testing
+from actorsnap import MissingPackage, Options, StateDict, UsageError, __version__, testing
 from actorsnap.runtime import bars
 from actorsnap.sync import Snapshot
 
@@ -85,7 +85,7 @@ def test_spans_without_their_extra(monkeypatch: pytest.MonkeyPatch) -> None:
         if module.startswith("opentelemetry."):
             monkeypatch.delitem(sys.modules, module)
     monkeypatch.setitem(sys.modules, "opentelemetry", None)
-    with pytest.raises(UsageError, match=r"needs OpenTelemetry: pip install") as raised:
+    with pytest.raises(MissingPackage, match=r"needs OpenTelemetry: pip install") as raised:
         Snapshot.take("memory://s", {"s": StateDict(x=1)}, options=Options(otel="on"))
     assert raised.value.__cause__ is None
 

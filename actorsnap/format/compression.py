@@ -20,7 +20,13 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 import numpy as np
 
-from actorsnap.errors import ChecksumMismatch, FormatError, UnsupportedFormat, UsageError
+from actorsnap.errors import (
+    ChecksumMismatch,
+    FormatError,
+    MissingPackage,
+    UnsupportedFormat,
+    UsageError,
+)
 from actorsnap.format.checksum import crc32c
 
 FRAME_BYTES = 1 << 20
@@ -64,9 +70,9 @@ def _zstd() -> Any:
 
 
 def check_available() -> None:
-    """Raises ``UsageError`` if no Zstandard library is installed."""
+    """Raises ``MissingPackage`` if no Zstandard library is installed."""
     if missing := _missing_library():
-        raise UsageError(f"Options.compression needs {missing}")
+        raise MissingPackage(f"Options.compression needs {missing}")
 
 
 def check_readable(key: str) -> None:

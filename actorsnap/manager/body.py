@@ -68,7 +68,7 @@ from actorsnap.runtime.roots import METADATA_KEY, Root, is_damage
 from actorsnap.runtime.rounds import Topic, announce
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.source import OpenSource
-from actorsnap.runtime.team import Team, find_team
+from actorsnap.runtime.team import Team, find_team, label_of
 
 logger = Log(__name__)
 
@@ -108,6 +108,7 @@ class ManagerBody:
         self._output = Output()
         self._pid = os.getpid()
         self._saving = threading.Lock()
+        self._last_team: Team | None = None
         _unclosed.add(self)
         self.events = EventBoard()
         self._topic = Topic()
@@ -141,7 +142,7 @@ class ManagerBody:
             logger.warning(
                 "%s: maybe_save saves only on request: this manager has no save=, such as "
                 "every.steps(500)",
-                self.root.url,
+                label_of(self.root.url, self._team()),
             )
         objection = self._see(step)
         reason = "" if step == self._saved else self._settings.save.due(step, is_first=is_first)
@@ -393,7 +394,7 @@ class ManagerBody:
             if isinstance(error, SnapshotAborted):
                 error.name_step(name.step)  # a later call raises it
             if self._failure is not None:
-                logger.error("%s: %s", self.root.url, describe(error))
+                logger.error("%s: %s", self._label, describe(error))
             self._failure = self._failure or error
         finally:
             if save.finished.done() and (name, save) in self._pending:
@@ -428,7 +429,7 @@ class ManagerBody:
         except ActorSnapError as failure:
             if error is None:
                 raise
-            logger.error("%s: %s", self.root.url, describe(failure))
+            logger.error("%s: %s", self._label, describe(failure))
         finally:
             self._is_closed = True
             _unclosed.discard(self)
@@ -456,7 +457,7 @@ class ManagerBody:
             logger.warning(
                 "%s: the manager was not closed, so these saves were not made: %s. Use it in a "
                 "with block, or call close() at the end",
-                self.root.url,
+                self._label,
                 ", ".join(lost),
             )
 
@@ -546,7 +547,7 @@ class ManagerBody:
             logger.warning(
                 "%s: no intact snapshot was found; a damaged one was tried, so %s: make them again "
                 "before you start from nothing",
-                *(self.root.url, overwritten.text),
+                *(self._label, overwritten.text),
             )
         return found
 
@@ -605,13 +606,14 @@ class ManagerBody:
         overwritten: Overwritten,
     ) -> Script[RestoreReport]:
         settings = self._settings
-        report = yield from restore.try_restore(
-            *(place.snapshot(name), state, overwritten),
+        call = restore.RestoreCall(
+            app_state=state,
             strict=strict,
             group=settings.group,
             store=settings.store,
             progress=settings.progress,
         )
+        report = yield from restore.try_restore(place.snapshot(name), call, overwritten)
         if self.asking.improvements and self._is_keeper:
             yield from recall_best(place, name, self.asking.improvements)
         return report
@@ -625,7 +627,7 @@ class ManagerBody:
     ) -> Restored:
         url = place.url_of(name)
         for other, why in skipped:
-            logger.warning("restored %s, because %s is damaged: %s", url, other, why)
+            logger.warning("%s: restored %s; %s is damaged: %s", self._label, url, other, why)
         self._generation, self._restored = None, name
         self._seen = self._saved = name.step
         if self._keeper is not None:
@@ -720,7 +722,13 @@ class ManagerBody:
         return self._keeper
 
     def _team(self) -> Team | None:
-        return find_team(self._settings.group, self._settings.store)
+        self._last_team = find_team(self._settings.group, self._settings.store)
+        return self._last_team
+
+    @property
+    def _label(self) -> str:
+        # Makes no new team: the store may be gone.
+        return label_of(self.root.url, self._last_team)
 
     @property
     def _is_keeper(self) -> bool:

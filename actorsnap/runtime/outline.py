@@ -29,7 +29,7 @@ from actorsnap.planning.index import named_entries
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.reading import each_manifest
 from actorsnap.runtime.source import Source, Written
-from actorsnap.runtime.texts import count_of, one_line, size_text
+from actorsnap.runtime.texts import count_of, one_line, preformatted, size_text
 from actorsnap.state.objects import Opaque, Refused, decode_inline
 from actorsnap.state.tree import parent_of, unescape
 
@@ -389,7 +389,7 @@ class SnapshotTree:
     __repr__ = __str__
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(self._text)}</pre>"
+        return preformatted(self._text)
 
 
 def draw(source: Source, *, depth: int | None, rank: int | None) -> Script[SnapshotTree]:

@@ -20,6 +20,7 @@ from actorsnap.errors import (
     call_user_code,
     describe,
     did_you_mean,
+    format_list,
     printable,
 )
 from actorsnap.log import Log
@@ -51,8 +52,8 @@ from actorsnap.runtime.partial_index import PartialIndex
 from actorsnap.runtime.rounds import Arrive, Rounds, call_together
 from actorsnap.runtime.shared_reads import RestoreReads
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
-from actorsnap.runtime.team import Team, find_team
-from actorsnap.runtime.texts import size_text
+from actorsnap.runtime.team import Team, find_team, label_of
+from actorsnap.runtime.texts import count_of, preformatted, size_text
 from actorsnap.runtime.tracing import Observation, observe
 from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.stateful import RNGState, loader, torch_complaints, validate_app_state
@@ -62,12 +63,17 @@ logger = Log(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Selection:
-    """What of a snapshot goes where; see ``Snapshot.restore``."""
+class RestoreCall:
+    """The arguments of ``Snapshot.restore``."""
 
+    app_state: AppState
+    strict: bool = True
     keys: Collection[str] | None = None
     rename: Rename | None = None
     cast: bool = False
+    group: Any = None
+    store: Any = None
+    progress: bool = False
 
     def __post_init__(self) -> None:
         check_flag("cast", self.cast)
@@ -76,12 +82,16 @@ class Selection:
         if isinstance(self.keys, str) or not isinstance(self.keys, Collection | None):
             raise UsageError(f"keys must be a list of keys of the app state, not {self.keys!r}")
 
-    def of(self, app_state: AppState) -> AppState:
-        """Returns the selected part of an app state.
+    def selected(self) -> AppState:
+        """Returns the part of the app state that ``keys`` selects.
 
         Raises:
-            UsageError: It has no such key.
+            UsageError: An argument is invalid, or the app state has no such key.
         """
+        check_flag("strict", self.strict)
+        check_flag("progress", self.progress)
+        app_state = self.app_state
+        validate_app_state(app_state)
         if self.keys is None:
             return app_state
         for key in self.keys:
@@ -91,7 +101,6 @@ class Selection:
         return {key: app_state[key] for key in app_state if key in self.keys}
 
 
-_EVERYTHING = Selection()
 _EVERY_LEAF = Wants(lambda path: True, {})
 
 
@@ -104,6 +113,22 @@ class _LeftOut(msgspec.Struct, frozen=True, kw_only=True):
     def is_complete(self) -> bool:
         """Whether nothing is missing, unexpected or mismatched."""
         return not (self.missing or self.unexpected or self.mismatched)
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [
+                self._first_line(),
+                *format_list("missing in the snapshot", self.missing),
+                *format_list("unexpected in the snapshot", self.unexpected),
+                *format_list("mismatched", self.mismatched),
+            ]
+        )
+
+    def _first_line(self) -> str:
+        raise NotImplementedError
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 class RestoreReport(_LeftOut, frozen=True, kw_only=True):
@@ -125,6 +150,13 @@ class RestoreReport(_LeftOut, frozen=True, kw_only=True):
 
     kept: tuple[str, ...] = ()
     nbytes: int = 0
+
+    def __str__(self) -> str:
+        return "\n".join([super().__str__(), *format_list("kept", self.kept)])
+
+    def _first_line(self) -> str:
+        rest = "" if self.is_complete else ". Left out:"
+        return f"restored; {size_text(self.nbytes)} read{rest}"
 
 
 class RestorePlan(_LeftOut, frozen=True, kw_only=True):
@@ -150,6 +182,13 @@ class RestorePlan(_LeftOut, frozen=True, kw_only=True):
     bytes_read: int
     num_requests: int
     bytes_read_by_rank: tuple[int, ...]
+
+    def _first_line(self) -> str:
+        requests = count_of(self.num_requests, "request", "requests")
+        return (
+            f"{size_text(self.bytes_needed)} to restore, {size_text(self.bytes_read)} to read in "
+            f"{requests}; mode {self.mode}: {self.reason}"
+        )
 
     @property
     def read_amplification(self) -> float:
@@ -183,72 +222,32 @@ class Overwritten:
             error.add_note(f"The restore {what}: {self.text}. Restore again before you use them.")
 
 
-def restore(
-    source: Source,
-    app_state: AppState,
-    *,
-    strict: bool,
-    group: Any,
-    store: Any,
-    progress: bool = False,
-    selection: Selection = _EVERYTHING,
-) -> Script[RestoreReport]:
+def restore(source: Source, call: RestoreCall) -> Script[RestoreReport]:
     """Restores on all ranks together, in the rounds of ``protocol.restore``."""
     # Outside of the rounds: another rank's error arrives with that rank's notes.
     with Overwritten() as overwritten:
-        return (
-            yield from try_restore(
-                *(source, app_state, overwritten),
-                strict=strict,
-                group=group,
-                store=store,
-                progress=progress,
-                selection=selection,
-            )
-        )
+        return (yield from try_restore(source, call, overwritten))
 
 
 @begins_anew
 def try_restore(
-    source: Source,
-    app_state: AppState,
-    overwritten: Overwritten,
-    *,
-    strict: bool,
-    group: Any,
-    store: Any,
-    progress: bool = False,
-    selection: Selection = _EVERYTHING,
+    source: Source, call: RestoreCall, overwritten: Overwritten
 ) -> Script[RestoreReport]:
     """``restore`` whose failure the caller explains by ``overwritten``."""
-    team = find_team(group, store)
+    team = find_team(call.group, call.store)
     label = Label(CallKind.RESTORE, source.location.canonical)
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode))
 
     def body(rounds: Rounds) -> Script[RestoreReport]:
-        return restore_by(
-            *(rounds, source, app_state),
-            strict=strict,
-            progress=progress,
-            selection=selection,
-            overwritten=overwritten,
-        )
+        return restore_by(rounds, source, call, overwritten)
 
     return (yield from call_together(team, label, source.options, decisions, body))
 
 
 def restore_by(
-    rounds: Rounds,
-    source: Source,
-    app_state: AppState,
-    *,
-    strict: bool,
-    progress: bool = False,
-    selection: Selection = _EVERYTHING,
-    overwritten: Overwritten | None = None,
+    rounds: Rounds, source: Source, call: RestoreCall, overwritten: Overwritten
 ) -> Script[RestoreReport]:
     """Runs this rank's part, observed."""
-    overwritten = overwritten or Overwritten()
     observation, begun_s = observe("restore", source.options), time.monotonic()
     end = partial(
         observation.end,
@@ -257,9 +256,7 @@ def restore_by(
         world_size=1 if rounds.team is None else rounds.team.world_size,
     )
     try:
-        report = yield from _restore(
-            rounds, source, app_state, selection, strict, progress, overwritten, observation
-        )
+        report = yield from _restore(rounds, source, call, overwritten, observation)
     except Exception as error:
         yield partial(end, outcome="failed", error=describe(error))
         raise
@@ -292,20 +289,14 @@ def restore_by(
 def _restore(
     rounds: Rounds,
     source: Source,
-    app_state: AppState,
-    selection: Selection,
-    strict: bool,
-    progress: bool,
+    call: RestoreCall,
     overwritten: Overwritten,
     observation: Observation,
 ) -> Script[RestoreReport]:
     """Compares, reads, then loads key by key."""
-    check_flag("strict", strict)
-    check_flag("progress", progress)
     note = observation.caller.note
-    validate_app_state(app_state)
-    app_state = selection.of(app_state)
-    compared, reads = yield from _compare(rounds, source, app_state, selection, observation)
+    app_state, strict = call.selected(), call.strict
+    compared, reads = yield from _compare(rounds, source, call, app_state, observation)
     plan = yield from _agree(rounds, compared, reads, strict=strict)
     note(Work.AGREE)
     loaders = {key: loader(app_state[key], strict=strict) for key in compared.parts}
@@ -318,7 +309,7 @@ def _restore(
         rounds.perform(read),
         lambda: [_amount_of(reads)],
         source.location.display_url,
-        is_on=progress and rounds.rank == 0,
+        is_on=call.progress and rounds.rank == 0,
     )
     note(Wait.READS)
     states = compared.build()
@@ -331,7 +322,7 @@ def _restore(
         logger.warning(
             "%s: nothing was restored, because no leaf of the snapshot fits the app state. "
             "Missing: %s. The snapshot has: %s. If only the names differ, pass rename=",
-            source.location.log_url,
+            label_of(source.location.log_url, rounds.team),
             _few(report.missing),
             _few(report.unexpected) or _few(compared.keys),
         )
@@ -345,27 +336,16 @@ def _amount_of(reads: RestoreReads) -> Amount:
 
 
 @begins_anew
-def plan_restore(
-    source: Source,
-    app_state: AppState,
-    *,
-    group: Any,
-    store: Any,
-    strict: bool = True,
-    progress: bool = False,
-    selection: Selection = _EVERYTHING,
-) -> Script[RestorePlan]:
+def plan_restore(source: Source, call: RestoreCall) -> Script[RestorePlan]:
     """Runs ``restore`` without reading data; reports the plan, whether or not everything fits."""
-    team = find_team(group, store)
+    team = find_team(call.group, call.store)
     label = Label(CallKind.PLAN_RESTORE, source.location.canonical)
     decisions = RestoreDecisions(mode=ReadMode(source.options.read_mode), is_dry_run=True)
 
     def body(rounds: Rounds) -> Script[RestorePlan]:
-        check_flag("strict", strict)
-        check_flag("progress", progress)
-        validate_app_state(app_state)
+        app_state = call.selected()
         compared, reads = yield from _compare(
-            rounds, source, selection.of(app_state), selection, Observation("restore")
+            rounds, source, call, app_state, Observation("restore")
         )
         plan = yield from _agree(rounds, compared, reads, strict=True)
         weighed: ReadCost = yield lambda host: host.run_blocking(reads.weigh, host, plan)
@@ -396,8 +376,8 @@ def _few(paths: Sequence[str]) -> str:
 def _compare(
     rounds: Rounds,
     source: Source,
+    call: RestoreCall,
     app_state: AppState,
-    selection: Selection,
     observation: Observation,
 ) -> Script[tuple[Compared, RestoreReads]]:
     """Reads the index; compares once all ranks read the same."""
@@ -415,22 +395,22 @@ def _compare(
     else:
         alike = msgspec.msgpack.decode(payload, type=Alike).leaves if payload else ()
         # Before the names are changed, nobody knows what is wanted.
-        is_renamed = selection.rename is not None
+        is_renamed = call.rename is not None
         wants = _EVERY_LEAF if is_renamed else wanted_of(app_state, states)
         index = yield from _complete_index(source, begun, wants, alike)
         observation.caller.note(Work.INDEX)
     stored = index
-    if selection.rename is not None:
-        check_used(selection.rename, paths_of(index))
-        index = renamed(index, selection.rename)
+    if call.rename is not None:
+        check_used(call.rename, paths_of(index))
+        index = renamed(index, call.rename)
     compared = compare(
         *(index, app_state, states),
         rank=rounds.rank,
         options=source.options,
-        casts=selection.cast,
+        casts=call.cast,
     )
-    if selection.rename is not None and compared.has_unexpected:
-        compared.name_as_stored(origins_of(stored, selection.rename))
+    if call.rename is not None and compared.has_unexpected:
+        compared.name_as_stored(origins_of(stored, call.rename))
     # Escaped names can be sent to other ranks.
     parts = {escape(key): part for key, part in compared.parts.items()}
     observation.caller.note(Work.COMPARE)

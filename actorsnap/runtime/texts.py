@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 
 _STEERING = re.compile("[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -15,6 +16,11 @@ def visible(text: str) -> str:
 
 def one_line(text: str) -> str:
     return visible(text).replace("\n", "\\n")
+
+
+def preformatted(text: str) -> str:
+    """Returns HTML for a notebook."""
+    return f"<pre>{html.escape(visible(text))}</pre>"
 
 
 def count_of(number: int, one: str, many: str) -> str:

@@ -33,7 +33,7 @@ from actorsnap.actors.trace import (
     Totals,
     is_wait,
 )
-from actorsnap.errors import StorageError, UsageError, printable
+from actorsnap.errors import MissingPackage, StorageError, printable
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.release import RELEASE
@@ -59,14 +59,14 @@ def observe(op: str, options: Options) -> Observation:
     """Begins to observe a call if the options ask for it. In the caller's thread.
 
     Raises:
-        UsageError: ``Options.otel`` is ``"on"`` without OpenTelemetry.
+        MissingPackage: ``Options.otel`` is ``"on"`` without OpenTelemetry.
     """
     sinks: list[Sink] = []
     if options.trace is not None:
         sinks.append(functools.partial(_write_trace, _working_folder(), options.trace))
     try:
         telemetry = _find_telemetry(op, options.otel)
-    except UsageError:
+    except MissingPackage:
         raise
     except Exception:  # of any provider
         logger.warning("OpenTelemetry is not used for this %s", op, exc_info=True)
@@ -237,7 +237,7 @@ def _find_telemetry(op: str, mode: str) -> _Telemetry | None:
     """Returns None if ``mode``, ``Options.otel``, or a missing provider turns it off.
 
     Raises:
-        UsageError: ``mode`` is ``"on"`` without OpenTelemetry.
+        MissingPackage: ``mode`` is ``"on"`` without OpenTelemetry.
     """
     if mode == "off":
         return None
@@ -249,7 +249,7 @@ def _find_telemetry(op: str, mode: str) -> _Telemetry | None:
     except ImportError as error:
         name = error.name or ""
         is_absent = isinstance(error, ModuleNotFoundError) and name.startswith("opentelemetry")
-        raise UsageError(
+        raise MissingPackage(
             "Options.otel=\"on\" needs OpenTelemetry: pip install 'actorsnap[otel]'"
         ) from (None if is_absent else error)
     return _Telemetry(op)

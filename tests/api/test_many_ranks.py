@@ -20,7 +20,7 @@ from actorsnap.format.manifest import CompositeEntry, ContainerEntry, Entry, Val
 from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
 from actorsnap.runtime.location import Location
-from actorsnap.runtime.restore import RestoreReport, restore_by
+from actorsnap.runtime.restore import Overwritten, RestoreCall, RestoreReport, restore_by
 from actorsnap.runtime.rounds import Alone
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
@@ -76,7 +76,10 @@ def restored_by(
     location = Location(display_url=str(path), url=str(path), storage_options={})
     source = Source(location, options or Options())
     steps = Alone(RestoreDecisions(mode=ReadMode.AUTO), rank=rank)
-    return run_sync(restore_by(steps, source, app_state, strict=strict), name="restore")
+    return run_sync(
+        restore_by(steps, source, RestoreCall(app_state=app_state, strict=strict), Overwritten()),
+        name="restore",
+    )
 
 
 @each_facade

@@ -37,7 +37,7 @@ from actorsnap.protocol.restore import RestoreDecisions
 from actorsnap.runtime import maintenance
 from actorsnap.runtime.location import make_location, resolve_options
 from actorsnap.runtime.process import host_id
-from actorsnap.runtime.restore import restore_by
+from actorsnap.runtime.restore import Overwritten, RestoreCall, restore_by
 from actorsnap.runtime.rounds import Alone
 from actorsnap.runtime.script import run_async
 from actorsnap.runtime.source import Source
@@ -101,7 +101,7 @@ async def restored(folder: Path, rank: int) -> torch.Tensor:
     target = state_of(rank, torch.zeros_like(WHOLE))
     source = Source(make_location(folder, None), resolve_options(None))
     rounds = Alone(RestoreDecisions(mode=ReadMode.DIRECT), rank=rank)
-    await run_async(restore_by(rounds, source, target, strict=True))
+    await run_async(restore_by(rounds, source, RestoreCall(app_state=target), Overwritten()))
     assert target["own"]["rank"] == rank
     local: torch.Tensor = target["model"]["w"].to_local()
     return local
@@ -242,6 +242,16 @@ async def test_a_good_one(tmp_path: Path) -> None:
     assert files_in(tmp_path / "copy") == files_in(saved)
 
 
+async def test_a_layer_whose_shards_other_ranks_hold_is_read(tmp_path: Path) -> None:
+    saved = await saved_at(
+        tmp_path / "s",
+        lambda rank: {"model": StateDict({"fc.w": sharded(WHOLE, range(RANKS), rank)})},
+    )
+    found = await actorsnap.Snapshot(saved).read_object("model/fc")
+    assert torch.equal(found.pop("w"), WHOLE)
+    assert not found
+
+
 @pytest.mark.parametrize("what", BAD)
 async def test_a_bad_one(tmp_path: Path, what: str) -> None:
     saved = await saved_at(tmp_path / "s")
@@ -311,7 +321,7 @@ async def test_one_that_lacks_a_tensor(tmp_path: Path) -> None:
     source = Source(make_location(saved, None), resolve_options(None))
     rounds = Alone(RestoreDecisions(mode=ReadMode.DIRECT), rank=STAGE[2])
     with pytest.raises(FormatError, match="'stage/w' according to the owner index") as caught:
-        await run_async(restore_by(rounds, source, state, strict=True))
+        await run_async(restore_by(rounds, source, RestoreCall(app_state=state), Overwritten()))
     assert caught.value.key == KEY
 
 

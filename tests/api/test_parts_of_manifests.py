@@ -24,7 +24,7 @@ from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
 from actorsnap.runtime.location import make_location, resolve_options
 from actorsnap.runtime.partial_index import FEW_RANKS
-from actorsnap.runtime.restore import restore_by
+from actorsnap.runtime.restore import Overwritten, RestoreCall, restore_by
 from actorsnap.runtime.rounds import Alone
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
@@ -113,7 +113,9 @@ def restore(folder: Path, rank: int, state: dict[str, Any]) -> Any:
     """Restores as one rank of many would."""
     source = Source(make_location(folder, None), resolve_options(None))
     rounds = Alone(RestoreDecisions(mode=ReadMode.DIRECT), rank=rank)
-    return run_sync(restore_by(rounds, source, state, strict=True), name="restore")
+    return run_sync(
+        restore_by(rounds, source, RestoreCall(app_state=state), Overwritten()), name="restore"
+    )
 
 
 def test_one_tensor_costs_a_prefix_and_a_page_of_each_manifest(

@@ -17,7 +17,7 @@ from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
 from actorsnap.runtime import partial_index
 from actorsnap.runtime.location import Location
-from actorsnap.runtime.restore import Selection, restore_by
+from actorsnap.runtime.restore import Overwritten, RestoreCall, restore_by
 from actorsnap.runtime.rounds import Alone
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
@@ -253,7 +253,7 @@ def restored_by(rank: int, path: Path, app_state: Any) -> RestoreReport:
     location = Location(display_url=str(path), url=str(path), storage_options={})
     steps = Alone(RestoreDecisions(mode=ReadMode.AUTO), rank=rank)
     source = Source(location, Options())
-    script = restore_by(steps, source, app_state, strict=True, selection=Selection(cast=True))
+    script = restore_by(steps, source, RestoreCall(app_state=app_state, cast=True), Overwritten())
     return run_sync(script, name="restore")
 
 

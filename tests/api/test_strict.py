@@ -651,3 +651,30 @@ def test_optimizers_of_a_model_state_may_differ(
     if not state.optimizers:
         assert report.nbytes == nbytes
     assert (7.0 in tensors_of(state)) is ("has_optimizer" in saved)
+
+
+# Reports --------------------------------------------------------------------------------------
+
+
+def test_reports_are_readable(tmp_path: Path) -> None:
+    """Printed, and in a notebook."""
+    Snapshot.take(tmp_path / "s", {"model": nn.Linear(2, 2), "<old>": StateDict(x=1)})
+    snapshot = Snapshot(tmp_path / "s")
+    model = nn.Linear(2, 3)
+    model.register_buffer("<new>", torch.zeros(1))
+    report = snapshot.restore({"model": model}, strict=False, rename={"<old>": "model/<old>"})
+    lines = [
+        "  missing in the snapshot (1):",
+        "    model/<new>",
+        "  unexpected in the snapshot (1):",
+        "    <old>/x",
+        "  mismatched (2):",
+        *[f"    {line}" for line in report.mismatched],
+    ]
+    assert str(report).splitlines() == ["restored; 0 B read. Left out:", *lines]
+    assert "<pre>restored; 0 B read." in report._repr_html_()
+    assert "&lt;new&gt;" in report._repr_html_()
+    assert str(snapshot.restore({"model": nn.Linear(2, 2)})) == "restored; 24 B read"
+    plan = snapshot.plan_restore({"model": nn.Linear(2, 2)})
+    assert str(plan).startswith("24 B to restore, ")
+    assert str(plan).endswith("; mode direct: there is one rank")

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from actorsnap.errors import ChecksumMismatch, UnsupportedFormat, UsageError
+from actorsnap.errors import ChecksumMismatch, MissingPackage, UnsupportedFormat
 from actorsnap.format import compression
 from actorsnap.format.checksum import crc32c
 from actorsnap.format.compression import (
@@ -169,7 +169,7 @@ def test_without_the_library_it_is_said_what_to_install(monkeypatch: pytest.Monk
     monkeypatch.setattr(compression, "_MODULE", "no_such_zstd")
     compression._zstd.cache_clear()
     try:
-        with pytest.raises(UsageError, match=r"no_such_zstd.*pip install 'actorsnap\[zstd\]'"):
+        with pytest.raises(MissingPackage, match=r"no_such_zstd.*pip install 'actorsnap\[zstd\]'"):
             check_available()
         with pytest.raises(UnsupportedFormat, match=r"pip install 'actorsnap\[zstd\]'"):
             Unpacker(KEY)

@@ -41,7 +41,7 @@ from actorsnap.planning.ownership import held_boxes
 from actorsnap.planning.shared_reads import ReadMode
 from actorsnap.protocol.restore import RestoreDecisions
 from actorsnap.runtime.location import Location
-from actorsnap.runtime.restore import restore_by
+from actorsnap.runtime.restore import Overwritten, RestoreCall, restore_by
 from actorsnap.runtime.rounds import Alone
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
@@ -601,7 +601,7 @@ def check_restored(state: ModelState, change: Callable[[], None]) -> None:
         )
         # Their own ways: the store of this group is a file, which carries no messages.
         steps = Alone(RestoreDecisions(mode=ReadMode.DIRECT), rank=dist.get_rank())
-        script = restore_by(steps, source, {"s": state}, strict=True)
+        script = restore_by(steps, source, RestoreCall(app_state={"s": state}), Overwritten())
         report = run_sync(script, name="restore")
         assert report.is_complete
         assert report.nbytes > 0
