@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 from actorsnap.actors.rounds import CoordinatorActor, ParticipantActor
-from actorsnap.errors import ActorSnapError
+from actorsnap.errors import ActorSnapError, named_ranks
 from actorsnap.protocol.agreement import Agreed, Calls, Entered
 from actorsnap.protocol.failure import Failure, Stage, save_aborted
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
@@ -40,6 +40,7 @@ class Agreement:
     Args:
         decide: On rank 0: returns the decision on all ranks' counts.
         on_answer: Called with the answer before the rank goes on.
+        limit: Name of the call's bound, for people.
     """
 
     def __init__(
@@ -48,11 +49,13 @@ class Agreement:
         calls: Calls,
         decide: Decide | None = None,
         on_answer: Callable[[Agreed | Failure], None] = lambda _: None,
+        limit: str = "Options.lost_after_s",
     ) -> None:
         self._call = call
         self._calls = calls
         self._decide = decide
         self._on_answer = on_answer
+        self._limit = limit
         self._released = anyio.Event()
 
     async def run(self) -> Agreed | Failure:
@@ -108,6 +111,7 @@ class Agreement:
             decisions=_Decisions(decide),
             aborted=save_aborted,
             timeout_s=self._call.bound_s,
+            overdue=lambda ranks: explain_late(named_ranks(ranks), self._call.bound_s, self._limit),
         ).run()
 
     async def _release_late(self) -> None:
@@ -117,6 +121,10 @@ class Agreement:
     def _release(self) -> None:
         self._calls.release(self._call.number)
         self._released.set()
+
+
+def explain_late(who: str, bound_s: float, limit: str) -> str:
+    return f"{who} did not answer within {bound_s:g} s ({limit})"
 
 
 class _Decisions:

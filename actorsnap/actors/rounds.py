@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol, TypeAlias, TypeVar
 
 import anyio
@@ -81,6 +81,7 @@ class CoordinatorActor:
         deadline: The loop's time; None: ``timeout_s`` after the start of ``run``.
         committer: For a call with a commit round.
         trouble: Returns the last storage error, for the message at the deadline.
+        overdue: Makes the whole message from the awaited ranks, if the limit is not ``timeout_s``.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class CoordinatorActor:
         deadline: float | None = None,
         committer: Committer | None = None,
         trouble: Callable[[], str] = str,
+        overdue: Callable[[Sequence[int]], str] | None = None,
     ) -> None:
         self._machine = machine
         self._end = end
@@ -103,6 +105,7 @@ class CoordinatorActor:
         self._deadline = deadline
         self._committer = committer
         self._trouble = trouble
+        self._explain_overdue = overdue or self._explain_timeout
         # Two tasks handle events. The end of the call cancels both, but not between the messages
         # of a verdict: the other ranks would wait for theirs.
         self._handling = anyio.Lock(fast_acquire=True)
@@ -180,7 +183,12 @@ class CoordinatorActor:
         return self._failure(explain_loss(lost.rank, lost.silent_s), lost.rank)
 
     def _overdue(self) -> Overdue:
-        awaited, trouble = self._machine.awaited, self._trouble()
+        awaited = self._machine.awaited
+        reason = self._explain_overdue(awaited)
+        return Overdue(self._failure(reason, awaited[0] if len(awaited) == 1 else None))
+
+    def _explain_timeout(self, awaited: Sequence[int]) -> str:
+        trouble = self._trouble()
         reason = f"timeout_s={self._timeout_s:g} has passed" + (f"; {trouble}" if trouble else "")
         if awaited:
             advice = "Raise Options.timeout_s if the storage is that slow"
@@ -190,7 +198,7 @@ class CoordinatorActor:
                     "the log, or raise Options.timeout_s"
                 )
             reason += f"; still waiting for {named_ranks(awaited)}. {advice}"
-        return Overdue(self._failure(reason, awaited[0] if len(awaited) == 1 else None))
+        return reason
 
     def _failure(self, reason: str, rank: int | None) -> Failure:
         return self._aborted(reason, self._decisions.stage, rank)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import anyio
 import msgspec
 
-from actorsnap.actors.agreeing import Agreement, Decide
+from actorsnap.actors.agreeing import Agreement, Decide, explain_late
 from actorsnap.errors import ActorSnapError, RestoreAborted, UsageError, describe
 from actorsnap.format.requests import check_reason
 from actorsnap.log import Log
@@ -44,7 +44,7 @@ from actorsnap.runtime.host import Call, Host, Script
 from actorsnap.runtime.notices import Notice, Watcher
 from actorsnap.runtime.rounds import Rounds, Topic, call_together, fail_next
 from actorsnap.runtime.save import Save
-from actorsnap.runtime.team import Team
+from actorsnap.runtime.team import Team, label_of
 from actorsnap.transport.invitations import InvitedCall, Listener
 from actorsnap.transport.store import StorePort
 
@@ -56,6 +56,7 @@ _LEAST_BOUND_S = 1.0
 _NOTICE_PAUSE_S = 1.0
 """Time between agreements about a notice. About other wishes: the bound of one."""
 
+_HALF_OF_GRACE = "half of the time that a notice gives"
 
 _EXAMPLE = 'CheckpointManager(..., notices=[notices.signals("SIGTERM")])'
 
@@ -239,7 +240,7 @@ class Asking:
                 for reason in await self._settings.take_requests():
                     self.request(reason)
             except Exception as error:
-                logger.warning("%s: cannot check for requests: %s", self._url, describe(error))
+                logger.warning("%s: cannot check for requests: %s", self._label, describe(error))
             await anyio.sleep(every_s)
 
     def _ask(self, metrics: Metrics, *, is_due: bool) -> None:
@@ -350,24 +351,26 @@ class Asking:
         team = self._settings.find() if self._is_attached else None
         if team is None:
             return ""
-        options = self._settings.options
-        options = msgspec.structs.replace(
-            options, timeout_s=min(options.timeout_s, options.lost_after_s)
-        )
         label = Label(CallKind.CLOSE, self._url)
 
         def body(rounds: Rounds) -> Script[bytes]:
             payload = yield self._wishes_at_end
             return (yield from rounds.arrive(payload))
 
-        decisions = _DecisionsAtEnd(self._decide_at_end)
-        topic = self._settings.topic
         try:
-            payload = yield from call_together(team, label, options, decisions, body, topic=topic)
+            payload = yield from call_together(
+                team,
+                label,
+                self._settings.options,
+                _DecisionsAtEnd(self._decide_at_end),
+                body,
+                topic=self._settings.topic,
+                joins_promptly=True,
+            )
         except ActorSnapError as error:
             level = logging.WARNING if self.waiting or self.calls.agreed else logging.INFO
             why = error.reason if isinstance(error, RestoreAborted) else describe(error)
-            logger.log(level, "%s: closed without the other ranks: %s", self._url, why)
+            logger.log(level, "%s: closed without the other ranks: %s", self._label, why)
             return ""
         if not payload:
             return ""
@@ -380,7 +383,11 @@ class Asking:
         """Names what was asked for in vain."""
         for reason in self.waiting:
             self._events.post(EventKind.UNSERVED, detail=reason)
-            logger.warning("%s: closed without the save that was asked for: %s", self._url, reason)
+            logger.warning("%s: closed without the save that was asked for: %s", self._label, reason)
+
+    @property
+    def _label(self) -> str:
+        return label_of(self._url, self._team)
 
     @property
     def _is_pending(self) -> bool:
@@ -427,7 +434,7 @@ class Asking:
             wish = self._flags.popleft()
             if wish.is_notice and not self.calls.should_stop:
                 self._events.post(EventKind.NOTICE, detail=wish.reason)
-                logger.warning("%s: notice: %s", self._url, wish.reason)
+                logger.warning("%s: notice: %s", self._label, wish.reason)
             if self._decides:
                 self._wishes.add(wish)
             else:
@@ -512,7 +519,7 @@ class Asking:
                         await anyio.sleep_forever()
                     self._pause = None
         except Exception:
-            logger.exception("%s: a defect in an agreement", self._url)
+            logger.exception("%s: a defect in an agreement", self._label)
             raise
         finally:
             self._is_negotiating = False
@@ -527,7 +534,7 @@ class Asking:
         """Ends an agreement that a notice cannot wait for."""
         await anyio.sleep(bound_s)
         if self._call is call:
-            reason = f"a rank did not answer within {bound_s:g} s, half of a notice's grace"
+            reason = explain_late("a rank", bound_s, _HALF_OF_GRACE)
             call.ends.put(True, Failed(0, Failure(reason=reason, stage=Stage.JOIN)))
 
     def _bound_s(self) -> float:
@@ -558,7 +565,9 @@ class Asking:
         self._host.submit(self._take_part(call))
 
     async def _take_part(self, call: InvitedCall, decide: Decide | None = None) -> Agreed | Failure:
-        agreement = self._agreement = Agreement(call, self.calls, decide, self._note)
+        is_short = call.bound_s < self._settings.options.lost_after_s
+        limit = _HALF_OF_GRACE if is_short else "Options.lost_after_s"
+        agreement = self._agreement = Agreement(call, self.calls, decide, self._note, limit)
         try:
             return await agreement.run()
         finally:
@@ -570,7 +579,7 @@ class Asking:
         if isinstance(answer, Failure):
             self.outcome = f"not agreed: {answer.reason}"
             self._events.post(EventKind.NOT_AGREED, detail=answer.reason)
-            logger.warning("%s: no save was agreed on: %s", self._url, answer.reason)
+            logger.warning("%s: no save was agreed on: %s", self._label, answer.reason)
             return
         self._told.clear()
         what = "stops" if answer.stops else "saves"

@@ -61,16 +61,21 @@ def call_together(
     body: Callable[[Rounds], Script[T]],
     *,
     topic: Topic | None = None,
+    joins_promptly: bool = False,
 ) -> Script[T]:
     """Runs ``body`` on all ranks of ``team``; ``label`` must be equal.
 
     All ranks end alike, or with the same error: after ``timeout_s``, and soon after a rank failed,
     left the ``topic`` or was silent for ``lost_after_s``. On the failed rank, the error is the
     original or caused by it.
+
+    Args:
+        joins_promptly: See ``Team.begin``.
     """
     if team is None:
         return (yield from body(Alone(decisions)))
-    together = Together(team, label, options, decisions, b"" if topic is None else topic.name)
+    name = b"" if topic is None else topic.name
+    together = Together(team, label, options, decisions, name, joins_promptly)
     try:
         result = yield from body(together)
         if topic is not None:
@@ -187,7 +192,7 @@ class Together:
 
     Args:
         label: None: the call must fail.
-        topic: See ``Team.begin``.
+        topic, joins_promptly: See ``Team.begin``.
     """
 
     def __init__(
@@ -197,12 +202,13 @@ class Together:
         options: Options,
         decisions: Decisions,
         topic: bytes = b"",
+        joins_promptly: bool = False,
     ) -> None:
         self.team = team
         self.rank = team.rank
         self._host = Host.get()
         self._aborted = restore_aborted if label and not label.kind.is_save else save_aborted
-        self._call = team.begin(label, options, topic=topic)
+        self._call = team.begin(label, options, topic=topic, joins_promptly=joins_promptly)
         self._participant = ParticipantActor(
             machine=Participant(rank=team.rank),
             end=self._call.participant,

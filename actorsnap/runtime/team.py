@@ -186,8 +186,9 @@ class Team(TeamMemory):
         if self.address is None and not self._has_warned:
             self._has_warned = True
             logger.warning(
-                "saves of these ranks are not detached, their trainers wait for them: the ranks' "
-                "store is no TCPStore, and has no address. Pass a TCPStore as store="
+                "rank %d: saves of these ranks are not detached, their trainers wait for them: the "
+                "ranks' store is no TCPStore, and has no address. Pass a TCPStore as store=",
+                self.rank,
             )
         return self.address is not None and not self.hosts_store
 
@@ -342,6 +343,11 @@ _meetings: weakref.WeakKeyDictionary[Any, dict[str, Meeting]] = weakref.WeakKeyD
 """By store without queues, and name of the group."""
 
 _lock = threading.Lock()
+
+
+def label_of(url: str, team: Team | None) -> str:
+    """Returns the beginning of a log line about ``url``; of several ranks, it names this one."""
+    return url if team is None else f"{url} rank {team.rank}"
 
 
 def find_team(group: Any, store: Any) -> Team | None:

@@ -113,7 +113,7 @@ def capture(
         collector.add_state(escape(key), states[key], replicas.get(key))
     collector.raise_refusals()
     collector.mark_devices()
-    globs.warn_unmatched()
+    globs.warn_unmatched("" if len(ranks) == 1 else f"rank {ranks.index(rank)}: ")
     return Captured(
         collector.finish(),
         tuple(sorted(map(printable, set(replicated)))),
@@ -241,10 +241,10 @@ class _Globs:
                 self._matched.add(glob)
         return has_match
 
-    def warn_unmatched(self) -> None:
+    def warn_unmatched(self, label: str) -> None:
         for glob in self.patterns:
             if glob not in self._matched and glob != "**":  # an app state may have no leaves
-                _log.warning("replicated=%r matches no leaf of the app state", glob)
+                _log.warning("%sreplicated=%r matches no leaf of the app state", label, glob)
 
 
 def _glob_regex(glob: str) -> str:

@@ -26,7 +26,7 @@ from actorsnap.transport.invitations import Invitations
 from tests.api.faults import faulty, faulty_url
 from tests.api.managed import Operation, Tally, TallyStorage
 from tests.ranks.managers import Trainer, settled_traffic, traffic
-from tests.ranks.troubles import outcome
+from tests.ranks.troubles import outcome, warnings
 from tests.worlds import Rank, World
 
 __all__ = ["direct_agreements"]
@@ -425,6 +425,22 @@ def asks_in_vain(me: Rank, path: str) -> dict[str, Any]:
     return {**loop.end(), "seconds": time.monotonic() - began}
 
 
+def is_alone(me: Rank, path: str, grace_s: float | None) -> list[str]:
+    """The other ranks have no manager. Returns the warnings."""
+    texts = warnings()
+    if me.rank == 0:
+        watcher = FakeWatcher()
+        options = Options(timeout_s=60.0, lost_after_s=2.0, fsync=False)
+        loop = Loop(me, path, save=every.notice(), options=options, notices=[watcher])
+        loop.run(1)
+        watcher.notify(FakeNotice("spot", grace_s))
+        while not loop.manager.status().last_agreement:
+            time.sleep(0.01)
+        loop.manager.close()
+    dist.barrier()
+    return texts
+
+
 def hurries(me: Rank, path: str) -> dict[str, Any]:
     """A notice comes while rank 0 waits for a rank that does not answer."""
     watcher = FakeWatcher()
@@ -468,6 +484,7 @@ _SCENARIOS: dict[str, Callable[..., Any]] = {
         stops,
         never_calls_again,
         asks_in_vain,
+        is_alone,
         hurries,
     )
 }

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from actorsnap import Options, StateDict
 from actorsnap.actors import roll as ends
 from actorsnap.protocol import roll
 from actorsnap.sync import Snapshot
-from tests.ranks.troubles import outcome
+from tests.ranks.troubles import outcome, warnings
 from tests.worlds import Rank, World
 
 __all__ = ["direct_late", "direct_out_of_phase", "direct_skipped"]
@@ -115,15 +114,6 @@ def direct_out_of_phase(num_ranks: int, **arguments: Any) -> list[Any]:
         world.end()
 
 
-class _Lines(logging.Handler):
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.texts.append(record.getMessage())
-
-
 def late(me: Rank, path: str, call: str, whom: Sequence[int], offload: str) -> dict[str, Any]:
     """Only the ranks ``whom`` call, as with ``torch.save``; the reminders come within a second.
     When they have given up, the others call, and then all save."""
@@ -136,9 +126,7 @@ def late(me: Rank, path: str, call: str, whom: Sequence[int], offload: str) -> d
         setattr(module, "REMIND_AFTER_S", (0.3, 0.8, 1.2))  # noqa: B010 - for mypy it is a constant
     ends._PATIENCE_S = 1.0
     short = Options(fsync=False, timeout_s=3.0, lost_after_s=20.0, offload=offload)
-    lines = _Lines()
-    logging.disable(logging.NOTSET)
-    logging.getLogger("actorsnap").addHandler(lines)
+    lines = warnings()
     make: Callable[[], Any]
     if call == "restore":
         snapshot = Snapshot(f"{path}/s", options=short)
@@ -147,7 +135,7 @@ def late(me: Rank, path: str, call: str, whom: Sequence[int], offload: str) -> d
         make = functools.partial(_save, f"{path}/s", 2.0, short, call, overwrite=True, step=2)
     first = outcome(make) if me.rank in whom else None
     dist.barrier()
-    reminders = [text for text in lines.texts if f" rank {me.rank}: waiting for" in text]
+    reminders = [text for text in lines if f" rank {me.rank}: waiting for" in text]
     # The others call after all; those that had given up do not make the call again.
     late = None if me.rank in whom else outcome(make)
     again = outcome(functools.partial(_save, f"{path}/s", 4.0, options, overwrite=True, step=4))

@@ -282,6 +282,28 @@ def test_a_notice_does_not_wait_for_the_pause_after_a_failure(
     assert all(one["seconds"] < 6.0 for one in said)
 
 
+@pytest.mark.parametrize(
+    ("grace_s", "limit"),
+    [
+        (None, "2 s (Options.lost_after_s)"),
+        pytest.param(3.0, "half of the time that a notice gives", marks=pytest.mark.slow),
+    ],
+)
+def test_warnings_name_the_rank_and_the_limit(
+    director: Director, tmp_path: Path, grace_s: float | None, limit: str
+) -> None:
+    texts, _ = play(director, tmp_path, "is_alone", 2, grace_s=grace_s)
+    label = f"{tmp_path / 'run'} rank 0: "
+    assert all(text.startswith(label) for text in texts)
+    notice, not_agreed, closed, unserved = [text.removeprefix(label) for text in texts]
+    assert notice == "notice: spot"
+    assert not_agreed.startswith("no save was agreed on: rank 1 did not answer within ")
+    assert limit in not_agreed
+    assert closed.startswith("closed without the other ranks: lost_after_s=2 has passed; still ")
+    assert "waiting for rank 1 to call CheckpointManager.close(" in closed
+    assert unserved == "closed without the save that was asked for: spot"
+
+
 @pytest.mark.slow
 def test_a_notice_shortens_the_wait_for_a_silent_rank(director: Director, tmp_path: Path) -> None:
     said = play(director, tmp_path, "hurries", 2)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -32,6 +33,19 @@ def state(rank: int, fill: float = 1.0) -> dict[str, Any]:
     """Large enough that all ranks write to one object, and something of each rank's own."""
     shared = {f"w{n}": torch.full((_MIB,), fill + n) for n in range(2)}
     return {"model": StateDict(shared), "own": StateDict({"x": torch.full((7,), float(rank))})}
+
+
+def warnings() -> list[str]:
+    """Returns the list that gets all warnings of this process from now on."""
+    texts: list[str] = []
+
+    class Lines(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            texts.append(record.getMessage())
+
+    logging.disable(logging.NOTSET)
+    logging.getLogger("actorsnap").addHandler(Lines(logging.WARNING))
+    return texts
 
 
 def outcome(work: Callable[[], Any]) -> dict[str, Any]:

@@ -108,8 +108,10 @@ def test_replicated_globs(glob: str, expected: set[str]) -> None:
 def test_a_glob_without_a_match_is_a_warning(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert replicated("model/**", "nothing/*", "**/w") != set()
+        capture({"model": StateDict(w=1)}, replicated=["other"], ranks=(4, 7), rank=7)
     assert "'nothing/*' matches no leaf" in caplog.text
-    assert len(caplog.records) == 1
+    assert "rank 1: replicated='other' matches no leaf" in caplog.text
+    assert len(caplog.records) == 2
 
 
 def test_an_error_names_some_of_many_refused_leaves() -> None:
