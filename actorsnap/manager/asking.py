@@ -383,7 +383,9 @@ class Asking:
         """Names what was asked for in vain."""
         for reason in self.waiting:
             self._events.post(EventKind.UNSERVED, detail=reason)
-            logger.warning("%s: closed without the save that was asked for: %s", self._label, reason)
+            logger.warning(
+                "%s: closed without the save that was asked for: %s", self._label, reason
+            )
 
     @property
     def _label(self) -> str:
