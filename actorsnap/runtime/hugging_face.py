@@ -189,7 +189,15 @@ async def _plan(
     for index, paths in indexes:
         await exporter.opened.errands.run_blocking(selection.add, index, paths)
     if not selection.tensors:
-        resolve(indexes[0][0].entries, call.model_key, indexes[0][0].held_by_other_ranks)  # raises
+        first = indexes[0][0]
+        try:
+            resolve(first.entries, call.model_key, first.held_by_other_ranks)
+        except UsageError as error:
+            if call.key is not None:
+                raise
+            raise UsageError(
+                f"pass the model's key in key= (on the command line --key): {error}"
+            ) from None
         raise UsageError(f"there are no tensors below the key {call.model_key!r}")
     tensors = list(selection.tensors.values())
     sample = next((t.origins[0].key for t in tensors if t.origins), None)

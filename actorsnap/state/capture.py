@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import tzinfo
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 import torch
 
-from actorsnap.errors import UsageError, call_user_code, printable, text_of
+from actorsnap.errors import UsageError, call_user_code, did_you_mean, printable, text_of
 from actorsnap.format.geometry import Box, c_strides
 from actorsnap.format.manifest import (
     CompositeEntry,
@@ -77,6 +78,9 @@ _log = Log(__name__)
 _INLINE = frozenset({str, int, float, bool, type(None)})
 _CPU = torch.device("cpu")
 
+_MAX_COMPARED = 2000
+"""Number of names in which a similar one is looked for."""
+
 _MAX_SHOWN = 20
 """Refused leaves that an error names, as ``IncompatibleState`` does."""
 
@@ -113,13 +117,15 @@ def capture(
         collector.add_state(escape(key), states[key], replicas.get(key))
     collector.raise_refusals()
     collector.mark_devices()
-    globs.warn_unmatched("" if len(ranks) == 1 else f"rank {ranks.index(rank)}: ")
-    return Captured(
+    captured = Captured(
         collector.finish(),
         tuple(sorted(map(printable, set(replicated)))),
         tuple(collector.sharded),
         {path: class_names(found) for path, found in optimizers_in(app_state).items()},
     )
+    label = "" if len(ranks) == 1 else f"rank {ranks.index(rank)}: "
+    globs.warn_unmatched(label, chain(states, (leaf.item.path for leaf in captured.leaves)))
+    return captured
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,10 +247,16 @@ class _Globs:
                 self._matched.add(glob)
         return has_match
 
-    def warn_unmatched(self, label: str) -> None:
-        for glob in self.patterns:
-            if glob not in self._matched and glob != "**":  # an app state may have no leaves
-                _log.warning("%sreplicated=%r matches no leaf of the app state", label, glob)
+    def warn_unmatched(self, label: str, names: Iterable[str]) -> None:
+        # An app state may have no leaves, so "**" need not match.
+        unmatched = [glob for glob in self.patterns if glob not in self._matched and glob != "**"]
+        known = [*islice(names, _MAX_COMPARED)] if unmatched else []
+        for glob in unmatched:
+            hint = did_you_mean(glob.rstrip("/*"), known)
+            _log.warning(
+                "%sreplicated=%r matches no leaf of the app state%s",
+                *(label, glob, f"; {hint}" if hint else ""),
+            )
 
 
 def _glob_regex(glob: str) -> str:

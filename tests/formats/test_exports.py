@@ -215,6 +215,19 @@ def test_a_rename_puts_leaves_of_the_top_level_elsewhere(tmp_path: Path) -> None
         export_torch(snapshot, tmp_path / "z.pt", rename={"dcp/w": "dcp/a"})
 
 
+def test_hugging_face_without_the_key_of_a_flat_state_dict(tmp_path: Path) -> None:
+    dcp.save({"w": torch.ones(2)}, checkpoint_id=tmp_path / "s")
+    snapshot = sync.Snapshot(tmp_path / "s")
+    with pytest.raises(UsageError) as caught:
+        snapshot.export_hf(tmp_path / "hf")
+    assert str(caught.value) == (
+        "pass the model's key in key= (on the command line --key): the snapshot has no path "
+        "'model'; it has 'dcp'"
+    )
+    with pytest.raises(UsageError, match="it has 'dcp'$"):
+        snapshot.export_hf(tmp_path / "hf", key="no")
+
+
 @pytest.mark.parametrize("export", [export_torch, export_dcp])
 def test_only_the_refused_leaf_of_the_top_level_is_left_out(tmp_path: Path, export: Any) -> None:
     state = {"w": torch.ones(2), "at": Place(1)}

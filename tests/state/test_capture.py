@@ -114,6 +114,18 @@ def test_a_glob_without_a_match_is_a_warning(caplog: pytest.LogCaptureFixture) -
     assert len(caplog.records) == 2
 
 
+@pytest.mark.parametrize(
+    ("glob", "name"), [("modle/**", "model"), ("model/deep/wieght", "model/deep/w"), ("xyz/*", "")]
+)
+def test_a_misspelled_glob_has_a_suggestion(
+    caplog: pytest.LogCaptureFixture, glob: str, name: str
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        replicated(glob)
+    hint = f"; did you mean {name!r}?" if name else ""
+    assert caplog.messages == [f"replicated={glob!r} matches no leaf of the app state{hint}"]
+
+
 def test_an_error_names_some_of_many_refused_leaves() -> None:
     with pytest.raises(UsageError) as caught:
         capture({"s": StateDict({f"x{i:02}": object() for i in range(60)})})
