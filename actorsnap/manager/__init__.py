@@ -73,7 +73,8 @@ class Decision:
     Attributes:
         step: The step of the call.
         reason: Why the step is saved; empty if it is not.
-        pending: The save in flight, a ``PendingSnapshot``.
+        pending: The save in flight, a ``PendingSnapshot``. The manager raises its failure, too: see
+            ``maybe_save``.
     """
 
     step: int
@@ -269,7 +270,8 @@ class CheckpointManager(ManagerHandle):
             UsageError: The step goes back, or an argument is invalid.
             RootTaken: A later manager has begun a run at the root. Nothing was saved.
             SnapshotAborted: This save failed. Or an earlier save failed in the background, and this
-                step is still saved. All ranks raise it in the same call.
+                step is still saved. All ranks raise it in the same call, so also a rank on which
+                ``pending.wait()`` has raised it.
         Cancellation: See ``Snapshot.async_take``.
         """
         given = Given(metrics, app_state, metadata)

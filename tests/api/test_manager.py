@@ -437,11 +437,13 @@ def test_the_call_that_raises_an_earlier_failure_saves_its_step(
     with faulty(lambda inner: TallyStorage(inner, Tally(look=strike))):
         settings: dict[str, Any] = {"stage": stage, "max_pending": max_pending}
         run = Run(faulty_url(root), keep=keep.all(), **settings)
-        run.train(0)
+        first = run.manager.maybe_save(0)
         if max_pending == 2:
             run.train(100)
         while not all(save.finished.done() for _, save in run.manager._body._pending):
             time.sleep(0.01)
+        with pytest.raises(SnapshotAborted):
+            first.pending.wait()
         broken = False
         run.train(101)
         run.manager.request("before the end")
