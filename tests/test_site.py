@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 import ast
+import asyncio
 import re
 import tomllib
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import nbformat
 import pytest
@@ -20,6 +22,7 @@ import actorsnap
 from actorsnap import errors, manager, storage, testing
 from actorsnap.interop import dcp
 from actorsnap.manager import every, keep, notices
+from actorsnap.sync import Snapshot
 from docs import generate_reference
 from docs.hooks import generated_pages, troubles_of
 from docs.pictures import PictureError, mermaid
@@ -57,9 +60,21 @@ def texts_of_the_source() -> str:
     return "\n".join(found)
 
 
+def text_of_a_superfluous_await() -> str:
+    """Python's own text."""
+    call: Any = Snapshot
+
+    async def mistake() -> None:
+        await call("memory://s")
+
+    with pytest.raises(TypeError) as raised:
+        asyncio.run(mistake())
+    return str(raised.value)
+
+
 def test_messages_of_troubleshooting_are_those_of_the_source() -> None:
     page = (ROOT / "docs/troubleshooting.md").read_text()
-    known = texts_of_the_source()
+    known = texts_of_the_source() + text_of_a_superfluous_await()
     for row in re.findall(r"^\| (.+?) \|", page, flags=re.MULTILINE):
         for message in row.split("`")[1::2]:
             for part in message.split("...") if " " in message else []:
