@@ -394,6 +394,8 @@ def _find_mark(folder: str) -> TrainerMark | None:
 
 def _fault(folder: str) -> str | None:
     """Returns why a folder is not a whole checkpoint; None if it is one."""
+    if not os.path.isdir(folder):
+        return "there is no such folder"
     if not os.path.isfile(os.path.join(folder, TRAINER_STATE_NAME)):
         return f"it has no {TRAINER_STATE_NAME}, so its save did not end"
     if not _has_commit(folder):

@@ -73,7 +73,8 @@ def test_half_written_folders_are_not_taken(tmp_path: Path) -> None:
     found = run("half_written", tmp_path / "run")
     assert found["first"] == 6
     assert_goes_on(found, straight)
-    assert sorted(found["refused"], key=int) == ["7", "8", "9", "10"]
+    assert sorted(found["refused"], key=int) == ["7", "8", "9", "10", "11"]
+    assert "checkpoint-11: there is no such folder; " in found["refused"]["11"]
     for why in found["refused"].values():
         assert "the newest whole one is" in why
         assert "checkpoint-6" in why
