@@ -45,6 +45,7 @@ from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry
 from actorsnap.planning.renaming import Rename, function_of
 from actorsnap.planning.shards import Shard, Shards
 from actorsnap.runtime.bars import Amount, shown
+from actorsnap.runtime.export_selection import below, readable
 from actorsnap.runtime.exporting import (
     Body,
     Exporter,
@@ -53,9 +54,7 @@ from actorsnap.runtime.exporting import (
     OutFile,
     Part,
     StoredBytes,
-    below,
     opened_for_export,
-    readable,
 )
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag, make_location

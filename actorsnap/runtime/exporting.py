@@ -14,7 +14,6 @@ import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 from math import prod
 from typing import Literal, TypeAlias
 
@@ -24,7 +23,7 @@ import torch
 
 from actorsnap.actors.budget import Purpose
 from actorsnap.actors.fetcher import RangeRequest
-from actorsnap.errors import ChecksumMismatch, ObjectExists, UsageError, named_ranks
+from actorsnap.errors import ChecksumMismatch, ObjectExists, UsageError
 from actorsnap.format.checksum import (
     MAX_BLOCK_BYTES,
     combine,
@@ -38,19 +37,17 @@ from actorsnap.format.manifest import COMMIT_KEYS, Stored, TensorEntry, ViewEntr
 from actorsnap.log import Log
 from actorsnap.options import chunk_within
 from actorsnap.planning.assembly import Assembly, Fragment, Origin, Write
-from actorsnap.planning.index import Index, ShardedEntry, Wants, ancestors
-from actorsnap.planning.renaming import Rename, check_used, function_of, paths_of, renamed
+from actorsnap.planning.index import Index, ShardedEntry
 from actorsnap.planning.restore import BoxPlan, BoxRead, only_run, plan_boxes
 from actorsnap.planning.shards import Shard, Shards, TensorCut
 from actorsnap.planning.transfers import FIRST_AT_ONCE
 from actorsnap.runtime.copy_claim import naming_side
 from actorsnap.runtime.host import Host
 from actorsnap.runtime.location import Location
-from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened_storage
+from actorsnap.runtime.source import OpenSource, Source, opened_storage
 from actorsnap.state.distributed import LocalPiece
 from actorsnap.state.restore.reads import BoxReads
 from actorsnap.state.sources import MemoryPart
-from actorsnap.state.tree import human, parent_of
 from actorsnap.storage.base import ObjectWriter, Storage, for_each
 
 logger = Log(__name__)
@@ -641,91 +638,6 @@ def body_of(
         return Body(stored, nbytes, entry.offset)
     layout = Strided(itemsize, entry.shape, entry.strides)
     return Body(stored, nbytes, entry.offset, layout)
-
-
-def below(path: str, key: str) -> str | None:
-    """Returns the part of a path below a key: empty at the key itself, None elsewhere.
-
-    Args:
-        key: Of the app state, or a path below one; as in the manifest, or as typed.
-    """
-    path = parent_of(path)
-    if path == key or path.startswith(f"{key}/"):
-        return path[len(key) + 1 :]
-    if "%" not in path:
-        return None
-    tokens = path.split("/")
-    for count in range(1, len(tokens) + 1):
-        if human("/".join(tokens[:count])) == key:
-            return "/".join(tokens[count:])
-    return None
-
-
-async def readable(
-    opened: OpenSource, rename: Rename | None, names: Callable[[str], bool]
-) -> list[tuple[Index, frozenset[str] | None]]:
-    """Returns rank 0's view, and those of other ranks that alone have some of the leaves.
-
-    Args:
-        names: Whether a leaf is wanted, by its path after ``rename``.
-
-    Returns:
-        Indexes after ``rename``, and the paths to take of them; None: all.
-
-    Raises:
-        UsageError: Several ranks have different leaves under one path, and rank 0 has none. Or
-            ``rename`` does not fit the paths.
-    """
-    change = (lambda path: path) if rename is None else function_of(rename)
-    seen: set[str] = set()
-
-    def wants(path: str) -> bool:
-        if rename is not None:
-            seen.add(path)
-        new = change(path.partition("@")[0])
-        return bool(new) and names(str(new))
-
-    indexes = await _views(opened, wants)
-    if rename is None:
-        return indexes
-    check_used(rename, chain(seen, *[paths_of(index) for index, _ in indexes]))
-    return [
-        (
-            renamed(index, rename),
-            paths and frozenset([new for path in paths if (new := change(path))]),
-        )
-        for index, paths in indexes
-    ]
-
-
-async def _views(
-    opened: OpenSource, names: Callable[[str], bool]
-) -> list[tuple[Index, frozenset[str] | None]]:
-    async def view(rank: int, wants: Wants) -> Index:
-        begun = await opened.source.begin_index(opened, rank, num_ranks=1)
-        if isinstance(begun, Index):
-            return begun
-        run_blocking = opened.errands.run_blocking
-        return await begun.complete(opened.reader, run_blocking, wants, at_once=MAX_SMALL_READS)
-
-    first = await view(0, Wants(names, {}))
-    found: list[tuple[Index, frozenset[str] | None]] = [(first, None)]
-    elsewhere: dict[int, set[str]] = {}
-    for path, ranks in first.held_by_other_ranks.items():
-        if not names(path):
-            continue
-        if len(ranks) > 1:
-            raise UsageError(
-                f"{named_ranks(ranks)} each saved their own {path!r}, and an export has "
-                "room for one value. Leave it out with rename=, or export another key"
-            )
-        elsewhere.setdefault(ranks[0], set()).add(path)
-    for rank, paths in sorted(elsewhere.items()):
-        above = {parent for path in paths for parent in ancestors(path)}
-        wanted = frozenset(paths | above)
-        index = await view(rank, Wants(wanted.__contains__, {}))
-        found.append((index, wanted))
-    return found
 
 
 def _places(storage: Storage, keys: Iterable[str]) -> dict[str, str]:

@@ -29,6 +29,7 @@ from actorsnap.planning.assembly import Origin
 from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry
 from actorsnap.planning.renaming import Rename, function_of, paths_of
 from actorsnap.runtime.bars import Amount, shown
+from actorsnap.runtime.export_selection import below, readable
 from actorsnap.runtime.exporting import (
     Body,
     Exporter,
@@ -36,10 +37,8 @@ from actorsnap.runtime.exporting import (
     Known,
     OutFile,
     Part,
-    below,
     body_of,
     opened_for_export,
-    readable,
 )
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag
