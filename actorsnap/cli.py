@@ -82,7 +82,8 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
             elif not found:
                 raise
             sizes = run(maintenance.measure_snapshots(source, found))
-            listed_all = {**found, **dict(sorted(failed.items()))}
+            both = {**found, **failed}
+            listed_all = {name: both[name] for name in sorted(both, key=maintenance.natural_order)}
             if as_json:
                 output.print_json(
                     [

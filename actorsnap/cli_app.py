@@ -97,7 +97,9 @@ class Commands(TyperGroup):
                 _print_json(end.__cause__, end.exit_code, ctx.meta.get(DONE, {}))
             raise
         except Exception as error:
-            # Typer brings its own copy of click, or click.
+            # Typer brings its own copy of click, or click, and reads arguments by pydantic.
+            if isinstance(getattr(error, "message", None), str):
+                error.message = error.message.replace("Value error, ", "", 1)  # type: ignore[attr-defined]
             if ctx.meta[__name__] and hasattr(error, "format_message"):
                 _print_json(error, getattr(error, "exit_code", 2))
             raise

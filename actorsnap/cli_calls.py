@@ -11,7 +11,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
 
 import typer
 from rich.console import Console
@@ -31,6 +31,7 @@ from actorsnap.errors import (
 )
 from actorsnap.format.foreign import CONTAINS_SNAPSHOTS
 from actorsnap.options import Options, from_env
+from actorsnap.runtime import reading
 from actorsnap.runtime.bars import Amount, Display
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, make_location, open_location
@@ -155,6 +156,24 @@ def require_folder(root: str) -> None:
     folder = canonical(root)
     if folder.startswith("/") and not os.path.lexists(folder):
         raise NothingFound(f"{root} does not exist: check the path")
+
+
+def no_snapshot(root: str) -> str:
+    return f"{root} has no committed snapshot"
+
+
+def raise_empty(root: str, source: Source) -> NoReturn:
+    """Raises ``NothingFound`` for a folder without snapshots, and says where some are."""
+    require_folder(root)
+    try:
+        run(reading.load_commit(source))
+    except NotASnapshot as error:
+        further_down = ""
+        if error.detail.startswith(CONTAINS_SNAPSHOTS):
+            names = error.detail.removeprefix(CONTAINS_SNAPSHOTS)
+            further_down = f" directly in it; there are some further down: {names}"
+        raise NothingFound(no_snapshot(root) + further_down) from error
+    raise NothingFound(f"{root} is one snapshot, not a folder of them: leave out --all")
 
 
 def print_error(text: str) -> None:

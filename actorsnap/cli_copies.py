@@ -24,14 +24,18 @@ from actorsnap.cli_calls import (
     both_sides,
     err,
     errors,
+    no_snapshot,
     options,
+    print_error,
     progress,
+    raise_empty,
     run,
 )
 from actorsnap.errors import (
     FormatError,
     StorageError,
     UsageError,
+    describe,
 )
 from actorsnap.format.foreign import is_of_snapshot
 from actorsnap.format.layout import MAX_SHARD_BYTES
@@ -47,15 +51,13 @@ from actorsnap.format.manifest import (
 from actorsnap.planning.renaming import function_of
 from actorsnap.runtime import copy as copying
 from actorsnap.runtime import maintenance, reading
-from actorsnap.runtime.copy import CopyEvent, CopyEventKind
+from actorsnap.runtime.copy import CopyEvent, CopyEventKind, CopyReport
 from actorsnap.runtime.location import Location
+from actorsnap.runtime.roots import copy_records
 from actorsnap.runtime.source import OpenSource, Source
 from actorsnap.storage.registry import folder_and_name
 
-_COPY_A_RUN = (
-    "To copy a whole run, stop the job, then copy every object, .manager/ too, with a tool that "
-    "copies folders, such as `cp -a`, `rclone copy` or `aws s3 sync --no-follow-symlinks`"
-)
+_COPY_A_RUN = "To copy a whole run, add --all"
 
 _MAX_LEFT_OUT = 5
 """Number of values that an export names one by one."""
@@ -106,8 +108,17 @@ def cp(
         ),
     ],
     overwrite: OverwriteOption = False,
+    all: Annotated[
+        bool,
+        typer.Option(
+            "--all",
+            help="Copy each snapshot in the folder SRC, such as a run, with pins and metrics, to "
+            "the folder DST. What is there already is not sent again.",
+        ),
+    ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print JSON, one line for each event.")
+        bool,
+        typer.Option("--json", help="Print JSON, one line for each event; --all: each snapshot."),
     ] = False,
     src_option: SourceOption = None,
     dst_option: TargetOption = None,
@@ -116,6 +127,9 @@ def cp(
     """Copy a snapshot, or continue an interrupted copy. Other formats are converted."""
     with errors(interrupted="interrupted; run the command again to continue"):
         source_there, target = both_sides(source, to, src_option, dst_option, option)
+        if all:
+            _copy_all(source_there, target, (source, to), overwrite=overwrite, as_json=as_json)
+            return
         _refuse_folder(target, to, may_have_files=overwrite)
         with progress("copying") as update:
 
@@ -138,11 +152,75 @@ def cp(
                 ]
             )
         else:
-            objects = output.count_of(report.num_copied, "object", "objects")
-            kept = f"; {output.size_text(report.skipped_bytes)} were there" * bool(
-                report.num_skipped
+            output.write_lines([f"copied {_copied_text(report)}"])
+
+
+def _copied_text(report: CopyReport) -> str:
+    objects = output.count_of(report.num_copied, "object", "objects")
+    kept = f"; {output.size_text(report.skipped_bytes)} were there" * bool(report.num_skipped)
+    return f"{objects}, {output.size_text(report.copied_bytes)}{kept}"
+
+
+def _copy_all(
+    source: Source, to: Location, names: tuple[str, str], *, overwrite: bool, as_json: bool
+) -> None:
+    """Copies every snapshot in a folder, oldest step first. Exit code 4 if one was not copied."""
+    target = Source(to, options())
+    failed: dict[str, StorageError] = {}
+    found = run(maintenance.find_snapshots(source, failed=failed))
+    if not (found or failed):
+        raise_empty(names[0], source)
+    if run(target.perform("look", _is_taken)):
+        raise UsageError(f"{names[1]} is a snapshot: with --all, name the folder of the copies")
+    _refuse_inside(to, names[1])
+    # Before the steps: without them, a manager there would not know what continued what.
+    run(copy_records(source, target))
+    num_failed = num_there = 0
+    for name in sorted({*found, *failed}, key=maintenance.natural_order):
+        if found.get(name, "failed") is None:
+            _print_copy(name, "unfinished", "not copied", {}, as_json)
+            continue
+        try:
+            report = _copy_quietly(
+                source.below(name), target.below(name).location, overwrite, f"copying {name}"
             )
-            output.write_lines([f"copied {objects}, {output.size_text(report.copied_bytes)}{kept}"])
+        except (FormatError, StorageError) as error:
+            num_failed += 1
+            _print_copy(name, "failed", describe(error), {}, as_json)
+            continue
+        num_there += 1
+        state = "was there" if report.was_there else "copied"
+        text = "" if report.was_there else _copied_text(report)
+        _print_copy(name, state, text, msgspec.to_builtins(report), as_json)
+    if num_failed:
+        number = output.count_of(num_failed, "snapshot was", "snapshots were")
+        err.print(f"[red]{number} not copied[/]; run the command again to continue")
+        raise typer.Exit(4)
+    if not num_there:
+        print_error(no_snapshot(names[0]))
+        raise typer.Exit(3)
+
+
+def _copy_quietly(source: Source, to: Location, overwrite: bool, what: str) -> CopyReport:
+    """Copies a snapshot, with a bar but without events."""
+    with progress(what) as update:
+        return run(
+            copying.copy(
+                source,
+                to,
+                overwrite=overwrite,
+                on_event=lambda event: update(event.done_bytes, event.total_bytes),
+            )
+        )
+
+
+def _print_copy(name: str, state: str, detail: str, report: Mapping[str, Any], json_: bool) -> None:
+    if json_:
+        more = report or {"detail": detail}
+        output.write_lines([json.dumps({"name": name, "state": state, **more})])
+    else:
+        output.print_columns([[name, state, *[detail] * bool(detail)]])
+    sys.stdout.flush()
 
 
 def _refuse_folder(target: Location, to: str, *, may_have_files: bool) -> None:
@@ -158,13 +236,7 @@ def _refuse_folder(target: Location, to: str, *, may_have_files: bool) -> None:
             names, what = run(there.perform("list", _find_other_file)), "other files"
         if run(there.perform("look", _is_taken)):
             return
-        above = folder_and_name(target.url)
-        if above is not None:
-            parent = Source(replace(target, url=above[0], display_url=above[0]), options())
-            if run(parent.perform("look", _is_taken)):
-                raise UsageError(
-                    f"{to} is in a snapshot, which would contain the copy: choose another place"
-                )
+        _refuse_inside(target, to)
     except (FormatError, StorageError):
         return  # the copy reports it
     if not names:
@@ -173,6 +245,16 @@ def _refuse_folder(target: Location, to: str, *, may_have_files: bool) -> None:
         f"{to} has {what} in it, such as {output.one_line(names[0])}: name the copy itself, as in "
         f"{to.rstrip('/')}/NAME"
     )
+
+
+def _refuse_inside(target: Location, to: str) -> None:
+    above = folder_and_name(target.url)
+    if above is not None:
+        parent = Source(replace(target, url=above[0], display_url=above[0]), options())
+        if run(parent.perform("look", _is_taken)):
+            raise UsageError(
+                f"{to} is in a snapshot, which would contain the copy: choose another place"
+            )
 
 
 async def _find_other_file(opened: OpenSource) -> list[str]:
@@ -211,15 +293,7 @@ def convert(
     with errors(interrupted="interrupted; run the command again to continue"):
         source_there, target = both_sides(source, to, src_option, dst_option, option)
         commit = run(reading.load_commit(source_there))
-        with progress("converting") as update:
-            run(
-                copying.copy(
-                    source_there,
-                    target,
-                    overwrite=overwrite,
-                    on_event=lambda event: update(event.done_bytes, event.total_bytes),
-                )
-            )
+        _copy_quietly(source_there, target, overwrite, "converting")
         num_tensors = num_values = num_bytes = 0
 
         def count(_: Commit, manifest: RankManifest) -> None:

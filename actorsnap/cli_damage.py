@@ -14,22 +14,21 @@ import typer
 from actorsnap import cli_output as output
 from actorsnap.cli_calls import (
     JsonOption,
-    NothingFound,
     PathArgument,
     StorageOption,
     advising,
     errors,
     make_source,
+    no_snapshot,
     print_error,
     progress,
+    raise_empty,
     recover_command,
-    require_folder,
     run,
 )
 from actorsnap.errors import FormatError, NotASnapshot, StorageError, UnsupportedFormat
-from actorsnap.format.foreign import CONTAINS_SNAPSHOTS
 from actorsnap.format.manifest import Commit
-from actorsnap.runtime import maintenance, reading
+from actorsnap.runtime import maintenance
 from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.verify import VerifyReport
@@ -131,19 +130,14 @@ def _verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | Non
     """
     failed: dict[str, StorageError] = {}
     found = run(maintenance.find_snapshots(make_source(root, option), failed=failed))
-    checked = [_check(root, name, commit, full, option) for name, commit in found.items()]
-    checked += [_unreadable(name, error) for name, error in sorted(failed.items())]
-    nothing = f"{root} has no committed snapshot"
+    checked = [
+        _unreadable(name, failed[name])
+        if name in failed
+        else _check(root, name, found[name], full, option)
+        for name in sorted({*found, *failed}, key=maintenance.natural_order)
+    ]
     if not checked:
-        require_folder(root)
-        try:
-            run(reading.load_commit(make_source(root, option)))
-        except NotASnapshot as error:
-            if error.detail.startswith(CONTAINS_SNAPSHOTS):
-                names = error.detail.removeprefix(CONTAINS_SNAPSHOTS)
-                nothing += f" directly in it; there are some further down: {names}"
-            raise NothingFound(nothing) from error
-        raise NothingFound(f"{root} is one snapshot, not a folder of them: leave out --all")
+        raise_empty(root, make_source(root, option))
     if as_json:
         output.print_json(
             [
@@ -158,7 +152,7 @@ def _verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | Non
     if any(each.state in ("newer format", "not readable") for each in checked):
         raise typer.Exit(4)
     if not any(each.state == "ok" for each in checked):
-        print_error(nothing)  # the JSON is complete
+        print_error(no_snapshot(root))  # the JSON is complete
         raise typer.Exit(3)
     if any(each.state == "complete" for each in checked):
         raise typer.Exit(3)

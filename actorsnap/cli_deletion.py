@@ -31,6 +31,7 @@ from actorsnap.cli_calls import (
     run,
 )
 from actorsnap.errors import ActorSnapError, ChecksumMismatch, NotASnapshot, UsageError
+from actorsnap.format.layout import Attempt
 from actorsnap.runtime import maintenance, reading
 from actorsnap.runtime.roots import find_pins
 from actorsnap.runtime.source import Source
@@ -176,8 +177,8 @@ def _collect(
     leftovers = run(maintenance.find_leftovers(source))
     for leftover in leftovers:
         state = "complete" if leftover.is_complete else "incomplete"
-        age = output.age_text(time.time() - leftover.created_s)
-        err.print(f"{leftover.attempt}  {output.size_text(leftover.nbytes)}, {age} old, {state}")
+        age = _age_text(leftover.attempt)
+        err.print(f"{leftover.attempt}  {output.size_text(leftover.nbytes)}, {age}, {state}")
     complete = [each.attempt for each in leftovers if each.is_complete]
     doomed = [each for each in leftovers if each.is_complete and (each.is_garbage or force)]
     may_delete = yes
@@ -194,7 +195,7 @@ def _collect(
     if not as_json:
         output.write_lines([f"deleted {objects} of unfinished attempts"])
     for attempt in report.left:
-        err.print(f"left {quote(attempt)}: it may be running (see --force)")
+        err.print(f"left {quote(attempt)}, {_age_text(attempt)}: it may be running (see --force)")
     advice = f"{quote(recover_command(path))} makes a snapshot of it again; --yes deletes it"
     if report.is_damaged:
         advice = (
@@ -204,6 +205,12 @@ def _collect(
     for attempt in report.kept:
         err.print(f"kept {quote(attempt)}: it is complete. {advice}")
     return report
+
+
+def _age_text(name: str) -> str:
+    attempt = Attempt.parse(name)
+    assert attempt is not None
+    return f"{output.age_text(time.time() - attempt.created_s)} old"
 
 
 def _what_to_delete(source: Source, path: str) -> str:

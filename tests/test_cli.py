@@ -889,7 +889,7 @@ def test_rm_garbage(saved: Path, unfinished: Path) -> None:
     attempt.rename(saved / attempt.name)
     ended = run("rm", "--garbage", saved)
     assert (ended.code, ended.out) == (5, "deleted 0 objects of unfinished attempts\n")
-    assert ended.err == f"left {attempt.name}: it may be running (see --force)\n"
+    assert ended.err == f"left {attempt.name}, 0 s old: it may be running (see --force)\n"
     ended = run("rm", "--garbage", "--force", saved)
     assert (ended.code, ended.out) == (0, "deleted 1 object of unfinished attempts\n")
     assert ended.err == ""
@@ -1139,7 +1139,7 @@ def test_commands_for_a_folder_of_snapshots(saved: Path, tmp_path: Path) -> None
     assert "takes the snapshots' paths" in ended.err
     ended = run("cp", tmp_path, tmp_path / "copy")
     assert ended.code == 3
-    assert "To copy a whole run" in ended.err
+    assert "To copy a whole run, add --all" in ended.err
     ended = run("inspect", saved, "--html", tmp_path / "page.html")
     assert (ended.code, ended.out) == (0, f"wrote {tmp_path}/page.html\n")
 
@@ -1162,6 +1162,11 @@ def test_bad_usage(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ended = run("ls", saved)
     assert ended.code == 2
     assert "ACTORSNAP_VERIFY='perhaps': write true, false, 1 or 0" in ended.err
+    ended = run("export", saved, "out", "--to", "zip", "--json")
+    assert ended.code == 2
+    why = "Invalid value for '--to': 'zip' is not one of 'hf', 'torch', 'dcp'."
+    assert json.loads(ended.out)["error"]["message"] == why
+    assert "Value error" not in ended.err
 
 
 def test_a_missing_package() -> None:
@@ -1291,6 +1296,7 @@ def test_fields_are_in_the_docs(saved: Path, tmp_path: Path) -> None:
         "verify --all": [tmp_path / "a"],
         "diff": [saved, saved],
         "cp": [saved, other],
+        "cp --all": [run_folder, tmp_path / "copies"],
         "convert": [tmp_path / "x.pt", tmp_path / "converted"],
         "export": [tmp_path / "converted", tmp_path / "out", "--to", "torch"],
         "rm --garbage": [saved],
@@ -1668,6 +1674,14 @@ def test_a_terminal_sees_a_progress_bar(long: Path) -> None:
     # The sum is known from the start, and the bar is gone in the end.
     assert "11.4 MiB" in text
     assert "ok: 1 data object, 11.4 MiB compared" in text.replace("\r", "").splitlines()[-1]
+
+
+def test_a_terminal_sees_no_unknown_total(saved: Path) -> None:
+    code, text = on_a_terminal("verify", saved)
+    assert code == 0
+    assert "verifying" in text
+    assert "━" in text
+    assert "?" not in re.sub(r"\x1b\[\?", "", text)
 
 
 def test_a_terminal_sees_columns() -> None:

@@ -202,11 +202,12 @@ def test_a_step_that_cannot_be_read(root: Path) -> None:
         assert rows[name(100)][1:3] == ["-", "-"]
         assert rows[name(100)][3].startswith("not readable: Permission denied")
         listed = json.loads(run("ls", faulty_url(root), "--json").out)
-        assert listed[-1]["state"] == "not readable"
+        assert listed[1]["state"] == "not readable"
         ended = run("verify", "--all", faulty_url(root))
         assert ended.code == 4
-        states = {row[0]: row[1] for row in ended.rows}
-        assert states == {name(step): "ok" for step in LOSSES} | {name(100): "not readable"}
+        assert [row[:2] for row in ended.rows] == [
+            [name(step), "not readable" if step == 100 else "ok"] for step in LOSSES
+        ]
         damage(root, name(200))
         assert run("verify", "--all", faulty_url(root)).code == 1
 
@@ -232,11 +233,12 @@ class LockedNewest(Wrapper):
     """Refuses to read the newest step, or only to list it."""
 
     verbs = frozenset({"get", "read_into", "stat", "list"})
+    step = 300
 
     async def around(
         self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
     ) -> T:
-        if op in self.verbs and name(300) in f"{self.url}/{key}":
+        if op in self.verbs and name(self.step) in f"{self.url}/{key}":
             raise AccessDenied(op=op, key=key, backend=self.url, detail="Permission denied")
         return await super().around(op, key, call, *args, **kwargs)
 
@@ -622,6 +624,124 @@ def test_verify_as_json(root: Path) -> None:
     assert [each["nbytes"] for each in all_found] == [0] * len(LOSSES)
     assert {each["level"] for each in all_found} == {"quick"}
     assert all_found[0]["num_objects"] == 1
+
+
+# cp --all -------------------------------------------------------------------------------------
+
+
+def test_a_copied_run_continues_and_keeps_the_same(root: Path, tmp_path: Path) -> None:
+    with manager(root) as running:
+        running.restore(200)
+        running.maybe_save(400, metrics={"loss": 5.0})
+    run("pin", root, 0, "--reason", "paper")
+    run("record", root, 200, "acc=0.5")
+    copy = tmp_path / "copy"
+    ended = run("cp", "--all", root, copy)
+    assert (ended.code, ended.err) == (0, "")
+    assert [row[:2] for row in ended.rows] == [[each, "copied"] for each in names(root)]
+    assert names(copy) == names(root)
+    listed = [json.loads(run("steps", "--all", "--json", url).out) for url in (root, copy)]
+    assert [{**each, "url": ""} for each in listed[1]] == [
+        {**each, "url": ""} for each in listed[0]
+    ]
+    assert run("verify", "--all", "--full", copy).code == 0
+    with manager(copy, keep=keep.best("loss", "min"), min_valid=1) as running:
+        restored = running.restore_latest()
+        assert restored is not None
+        assert (restored.step, restored.skipped) == (400, ())
+        running.maybe_save(500, metrics={"loss": 6.0})
+        running.wait()
+        running.prune()
+    # Pinned, the best, abandoned, restored from, the newest.
+    assert names(copy) == [name(0), name(100), name(300), name(400, 2), name(500, 3)]
+    assert len(names(root)) == 5
+
+
+def test_copying_a_run_again(root: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    damage(root, name(100))
+    (root / name(200) / COMMIT_KEY).unlink()
+
+    def wrap(inner: Storage) -> Storage:
+        fails = name(0) in inner.url
+        return FaultyStorage(inner, fail_at=1, fail_verbs={"writer"}) if fails else inner
+
+    with faulty(wrap):
+        ended = run("cp", "--all", root, faulty_url(copy))
+    assert ended.code == 4
+    assert [row[:2] for row in ended.rows] == [
+        [name(0), "failed"],
+        [name(100), "failed"],
+        [name(200), "unfinished"],
+        [name(300), "copied"],
+    ]
+    assert ended.rows[1][2].startswith("ChecksumMismatch: ")
+    assert "2 snapshots were not copied; run the command again to continue\n" in ended.err
+    before = (copy / name(300) / COMMIT_KEY).stat().st_mtime_ns
+    ended = run("cp", "--all", root, copy, "--json")
+    assert ended.code == 4
+    found = [json.loads(line) for line in ended.out.splitlines()]
+    assert [each["state"] for each in found] == ["copied", "failed", "unfinished", "was there"]
+    assert (copy / name(300) / COMMIT_KEY).stat().st_mtime_ns == before
+    assert run("verify", copy / name(0), "--full").code == 0
+    assert not (copy / name(100) / COMMIT_KEY).exists()
+
+
+class LockedAnywhere(LockedNewest):
+    step = 100
+
+
+def test_a_step_that_cannot_be_read_does_not_end_a_copy(root: Path, tmp_path: Path) -> None:
+    with faulty(LockedAnywhere):
+        ended = run("cp", "--all", faulty_url(root), tmp_path / "copy")
+    assert ended.code == 4
+    assert [row[:2] for row in ended.rows] == [
+        [name(step), "failed" if step == 100 else "copied"] for step in LOSSES
+    ]
+
+
+def test_a_copy_to_another_run(root: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    with manager(other) as running:
+        running.maybe_save(700)
+    with manager(root) as running:
+        running.restore_latest()
+        running.maybe_save(400)
+    before = sorted(other.rglob("*"))
+    ended = run("cp", "--all", root, other)
+    assert (ended.code, ended.out) == (4, "")
+    assert "another run has saved there" in ended.err
+    assert sorted(other.rglob("*")) == before
+
+
+def test_what_is_no_folder_of_snapshots(root: Path, tmp_path: Path) -> None:
+    ended = run("cp", "--all", root / name(0), tmp_path / "copy")
+    assert ended.code == 3
+    assert "is one snapshot, not a folder of them: leave out --all" in ended.err
+    ended = run("cp", "--all", root.parent, tmp_path / "copy")
+    assert ended.code == 3
+    assert f"some further down: {root.name}/{name(0)}" in ended.err
+    assert run("cp", "--all", tmp_path / "none", tmp_path / "copy").code == 3
+    ended = run("cp", "--all", root, root / name(0))
+    assert (ended.code, ended.out) == (2, "")
+    assert "is a snapshot: with --all, name the folder of the copies" in ended.err
+    ended = run("cp", "--all", root, root / name(0) / "copy")
+    assert ended.code == 2
+    assert "is in a snapshot, which would contain the copy" in ended.err
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_run_that_is_left_on_a_tier_only(tmp_path: Path) -> None:
+    with manager(tmp_path / "run", tiers=[str(tmp_path / "near")]) as running:
+        running.maybe_save(0)
+        running.maybe_save(100)
+    shutil.rmtree(tmp_path / "run")
+    assert run("cp", "--all", tmp_path / "near", tmp_path / "copy").code == 0
+    with manager(tmp_path / "copy", keep=keep.last(1)) as running:
+        restored = running.restore_latest()
+        assert restored is not None
+        assert restored.step == 100
+        running.prune()
 
 
 # prune ----------------------------------------------------------------------------------------

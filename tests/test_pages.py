@@ -86,7 +86,7 @@ def test_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     if page != "howto/notebooks.md":
         metadata = {"git": "4f2a"}
         snapshot = Snapshot.take("ckpt/step-100", names["app_state"], step=100, metadata=metadata)
-    if page == "howto/operate.md":
+    if page in ("howto/copy-and-verify.md", "howto/operate.md"):
         run_for_a_while(names)
     if page == "migrate/safetensors.md":
         snapshot.export_hf("hf-repo", key="model")

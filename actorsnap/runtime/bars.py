@@ -256,21 +256,33 @@ class Display:
             BarColumn,
             DownloadColumn,
             Progress,
+            Task,
             TextColumn,
             TransferSpeedColumn,
         )
+        from rich.text import Text
 
         class SteadyConsole(Console):
             def show_cursor(self, show: bool = True) -> bool:
                 """Does nothing: a killed process would leave the cursor hidden."""
                 return False
 
+        class Size(DownloadColumn):
+            """Shows nothing, instead of ``0/? bytes``, until the total is known."""
+
+            def render(self, task: Task) -> Text:
+                return Text() if task.total is None else super().render(task)
+
+        class Speed(TransferSpeedColumn):
+            def render(self, task: Task) -> Text:
+                return Text() if task.speed is None else super().render(task)
+
         # It does not redirect stdout: other threads write there at the same time.
         bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(),
-            DownloadColumn(binary_units=True),
-            TransferSpeedColumn(),
+            Size(binary_units=True),
+            Speed(),
             console=SteadyConsole(file=terminal),
             transient=True,
             auto_refresh=False,

@@ -164,7 +164,7 @@ def find_snapshots(
                 failed[name] = error
 
         await for_each(await storage.list_folders(), try_to_look, at_once=MAX_SMALL_READS)
-        return dict(sorted(found.items(), key=lambda item: _natural(item[0])))
+        return dict(sorted(found.items(), key=lambda item: natural_order(item[0])))
 
     return (yield from source.perform("list", perform))
 
@@ -214,7 +214,7 @@ def measure_snapshots(
     return (yield from source.perform("list", perform))
 
 
-def _natural(name: str) -> tuple[list[tuple[int, str]], str]:
+def natural_order(name: str) -> tuple[list[tuple[int, str]], str]:
     """Returns a key that sorts numbers in names by value."""
     # Every second part is a number. Without leading zeros, the longer is the greater.
     parts = [part.lstrip("0") if n % 2 else part for n, part in enumerate(_NUMBER.split(name))]

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import anyio
+import msgspec
 
 from actorsnap.actors.abandonable import AbandonableTasks, first_error
 from actorsnap.actors.snapshot_reader import find_commit, is_complete
@@ -30,6 +31,7 @@ from actorsnap.errors import (
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import (
     MANAGER_FOLDER,
+    MarkName,
     RunRecord,
     StepName,
     decode_record,
@@ -464,6 +466,54 @@ def find_pins(source: Source) -> Script[tuple[Pin, ...]]:
         return facts[name].pins_at(time.time())
 
     return (yield from Source(location, source.options).perform("list", perform))
+
+
+def copy_records(source: Source, to: Source) -> Script[None]:
+    """Copies run records, pins and metrics from a root to another one. Deletes none there.
+
+    Records of a tier become those of its root.
+
+    Raises:
+        ObjectExists: Another run has saved there; nothing was written.
+    """
+
+    async def read(opened: OpenSource) -> dict[str, bytes]:
+        found: dict[str, bytes] = {}
+
+        async def get(key: str) -> None:
+            with suppress(ObjectNotFound):  # unpinned meanwhile
+                found[key] = await opened.storage.get(key)
+            if key in found and parse_run_key(key):
+                with suppress(FormatError):
+                    record = decode_record(found[key], RunRecord, key)
+                    found[key] = encode_record(msgspec.structs.replace(record, tier_of=None))
+
+        listed = [info.key async for info in opened.storage.list(f"{MANAGER_FOLDER}/")]
+        keys = [key for key in listed if parse_run_key(key) or MarkName.parse(key)]
+        await for_each(keys, get, at_once=MAX_SMALL_READS)
+        return found
+
+    found = yield from source.perform("list", read)
+
+    async def write(opened: OpenSource) -> None:
+        there = {info.key async for info in opened.storage.list(f"{MANAGER_FOLDER}/")}
+        for key in sorted(there & {*found}):
+            if parse_run_key(key) and await opened.storage.get(key) != found[key]:
+                raise ObjectExists(
+                    op="copy",
+                    key=key,
+                    backend=to.location.display_url,
+                    detail="another run has saved there, or this one was continued there and here: "
+                    "copy to another folder",
+                )
+
+        async def put(key: str) -> None:
+            with suppress(ObjectExists):
+                await opened.storage.put_if_absent(key, found[key])
+
+        await for_each(sorted({*found} - there), put, at_once=MAX_SMALL_READS)
+
+    yield from to.perform("copy", write)
 
 
 def _is_own_link(path: str) -> bool:

@@ -198,7 +198,8 @@ class DataCheck:
         if is_complete:
             problems += await self._run_blocking(lambda: [*survey.holes()])
         self._total_bytes = survey.leaf_bytes
-        await self._run_blocking(self._count, 0)
+        if self.level == "full":  # otherwise no data is read
+            await self._run_blocking(self._count, 0)
         await self._list_sizes()
         num_checked = 0
 
