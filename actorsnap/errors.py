@@ -4,7 +4,7 @@
 Programs read an error's fields; its message is for people, and adds advice. Errors can be pickled.
 """
 
-# Must import nothing from the package: every layer raises these errors.
+# Must import nothing from the package but texts: every layer raises these errors.
 #
 #     ActorSnapError
 #     ├── UsageError (ValueError)            bad input, raised before any I/O
@@ -32,21 +32,17 @@ from __future__ import annotations
 import io
 import pickle
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
-from itertools import groupby
 from shlex import quote
-from types import FunctionType
 from typing import Any, TypeVar
+
+from actorsnap.wording import format_list
 
 T = TypeVar("T")
 
 _COMMIT_KEYS = ("actorsnap.json", ".actorsnap")
 """``format.manifest.COMMIT_KEYS``, which imports this module."""
-
-_MAX_SHOWN_RANKS = 8
-"""Limit of the numbers and ranges of ranks in a text."""
 
 __all__ = [
     "AccessDenied",
@@ -72,65 +68,12 @@ __all__ = [
 ]
 
 
-def printable(text: str) -> str:
-    """Makes ``text`` encodable as UTF-8: paths may contain bytes, keys may contain surrogates."""
-    return text.encode("utf-8", "backslashreplace").decode()
-
-
-def did_you_mean(
-    name: object, known: Iterable[str], *, limit: int = 1, cutoff: float = 0.6, prefix: str = ""
-) -> str:
-    """Returns a question that suggests names in ``known`` similar to ``name``.
-
-    Args:
-        limit: Largest number of names to suggest.
-        cutoff: Least similarity, from 0 to 1.
-        prefix: Text in front of each name.
-
-    Returns:
-        For example ``"did you mean 'compression'?"``; empty if no name is similar.
-    """
-    near = get_close_matches(str(name), list(known), n=limit, cutoff=cutoff)
-    return f"did you mean {joined([repr(prefix + other) for other in near], 'or')}?" if near else ""
-
-
-def joined(names: Sequence[str], word: str = "and") -> str:
-    """Returns names as text, such as ``a, b and c``."""
-    if len(names) < 2:
-        return "".join(names)
-    return f"{', '.join(names[:-1])} {word} {names[-1]}"
-
-
-def named_ranks(ranks: Iterable[int]) -> str:
-    """Returns ranks as text, such as ``ranks 0, 2 and 4 to 7``."""
-    ordered = sorted(ranks)
-    shown: list[str] = []
-    for _, run in groupby(enumerate(ordered), lambda place: place[1] - place[0]):
-        numbers = [rank for _, rank in run]
-        is_range = len(numbers) > 2
-        shown += [f"{numbers[0]} to {numbers[-1]}"] if is_range else map(str, numbers)
-    if len(shown) > _MAX_SHOWN_RANKS:
-        shown[_MAX_SHOWN_RANKS:] = ["others"]
-    return f"{'rank' if len(ordered) == 1 else 'ranks'} {joined(shown)}"
-
-
 def text_of(error: BaseException) -> str:
     """Returns ``str(error)``, or a substitute if the error's ``__str__`` raises."""
     try:
         return str(error)
     except BaseException as failure:  # an unreportable error would hang its waiters
         return f"<its __str__ raises {type(failure).__name__}>"
-
-
-def name_methods(kind: type, name: str) -> None:
-    """Makes Python's TypeErrors name the methods of a base class as the user calls them.
-
-    Otherwise they would name ``kind``, which the user has never seen.
-    """
-    for key, method in vars(kind).items():
-        if isinstance(method, FunctionType):
-            for each in (method, getattr(method, "__wrapped__", method)):
-                each.__qualname__ = f"{name}.{key}"
 
 
 def attribute_of(error: BaseException, name: str) -> Any:
@@ -398,16 +341,6 @@ class NotASnapshot(FormatError):
 
     def _text(self) -> str:
         return f"{self.key}: {self.detail}"
-
-
-def format_list(title: str, lines: Sequence[str]) -> list[str]:
-    """Returns a title and up to 20 lines below it; nothing without lines."""
-    if not lines:
-        return []
-    shown = [f"    {line}" for line in lines[:20]]
-    if len(lines) > 20:
-        shown.append(f"    ... and {len(lines) - 20} more")
-    return [f"  {title} ({len(lines)}):", *shown]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from actorsnap.errors import UsageError, did_you_mean
+from actorsnap.errors import UsageError
 from actorsnap.format.compression import Codec
 from actorsnap.tracebacks import short_traceback
+from actorsnap.wording import did_you_mean
 
 _MIB = 1 << 20
 MIN_CHUNK_BYTES = 2 * _MIB

@@ -9,7 +9,6 @@ from datetime import datetime
 from typing import Any, Literal, Self
 
 from actorsnap.actors.trace import Progress
-from actorsnap.errors import name_methods
 from actorsnap.format.layout import MAX_SHARD_BYTES
 from actorsnap.format.manifest import Entry
 from actorsnap.options import Options
@@ -38,7 +37,7 @@ from actorsnap.runtime.script import async_call, run_async, watch_async
 from actorsnap.runtime.source import Source
 from actorsnap.runtime.taking import Guard
 from actorsnap.runtime.verify import VerifyReport
-from actorsnap.tracebacks import short_traceback
+from actorsnap.tracebacks import name_methods, short_traceback
 
 
 @async_call

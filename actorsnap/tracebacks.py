@@ -18,11 +18,12 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from types import TracebackType
+from types import FunctionType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from actorsnap.errors import ActorSnapError, did_you_mean, name_methods
+from actorsnap.errors import ActorSnapError
 from actorsnap.log import Log
+from actorsnap.wording import did_you_mean
 
 logger = Log(__name__)
 
@@ -81,6 +82,17 @@ def short_namespace(kind: type[T]) -> type[T]:
             value.__func__.__qualname__ = name
             setattr(kind, key, staticmethod(short_traceback(value.__func__)))
     return kind
+
+
+def name_methods(kind: type, name: str) -> None:
+    """Makes Python's TypeErrors name the methods of a base class as the user calls them.
+
+    Otherwise they would name ``kind``, which the user has never seen.
+    """
+    for key, method in vars(kind).items():
+        if isinstance(method, FunctionType):
+            for each in (method, getattr(method, "__wrapped__", method)):
+                each.__qualname__ = f"{name}.{key}"
 
 
 def shorten(error: BaseException, *, is_misuse: bool = False) -> None:

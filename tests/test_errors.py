@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actorsnap import ActorSnapError, StorageError, UsageError, errors
-from actorsnap.errors import ChecksumMismatch, did_you_mean, named_ranks
+from actorsnap.errors import ChecksumMismatch
 from actorsnap.format.manifest import COMMIT_KEYS
 from actorsnap.runtime.script import _unwrap_group
+from actorsnap.wording import did_you_mean, named_ranks
 
 CLASSES = [getattr(errors, name) for name in errors.__all__]
 COPIES: list[Callable[[Any], Any]] = [

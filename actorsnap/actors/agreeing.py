@@ -11,11 +11,12 @@ import anyio
 import msgspec
 
 from actorsnap.actors.rounds import CoordinatorActor, ParticipantActor
-from actorsnap.errors import ActorSnapError, named_ranks
+from actorsnap.errors import ActorSnapError
 from actorsnap.protocol.agreement import Agreed, Calls, Entered
 from actorsnap.protocol.failure import Failure, Stage, save_aborted
 from actorsnap.protocol.rounds import Continue, Coordinator, Participant
 from actorsnap.transport.ends import RelayedEnds
+from actorsnap.wording import named_ranks
 
 _BACKSTOP_S = 4.0
 """Extra time that a rank holds its call beyond rank 0's bound."""

@@ -12,7 +12,7 @@ import anyio
 import anyio.abc
 import anyio.lowlevel
 
-from actorsnap.errors import ActorSnapError, RestoreAborted, UsageError, named_ranks
+from actorsnap.errors import ActorSnapError, RestoreAborted, UsageError
 from actorsnap.protocol.failure import Failure, Stage, explain_coordinator_loss, explain_loss
 from actorsnap.protocol.messages import Arrived, Ask, Failed, Proceed
 from actorsnap.protocol.rounds import (
@@ -35,6 +35,7 @@ from actorsnap.protocol.rounds import (
     ToRank,
 )
 from actorsnap.transport.ends import Broken, CoordinatorEnd, ParticipantEnd, PeerLost
+from actorsnap.wording import named_ranks
 
 T = TypeVar("T")
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import msgspec
 
-from actorsnap.errors import UsageError, printable
+from actorsnap.errors import UsageError
 from actorsnap.format.manifest import seal, unseal
 from actorsnap.format.steps import MANAGER_FOLDER
+from actorsnap.wording import printable
 
 REQUESTS_FOLDER = f"{MANAGER_FOLDER}/requests"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self
 
-from actorsnap.errors import UsageError, name_methods
+from actorsnap.errors import UsageError
 from actorsnap.format.steps import StepName
 from actorsnap.manager import looking
 from actorsnap.manager.events import EventKind, EventReader, ManagerEvent
@@ -34,7 +34,7 @@ from actorsnap.planning.marks import Pin
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.notices import Notice, Watcher, notices
 from actorsnap.runtime.script import async_call, follow_async, run_async
-from actorsnap.tracebacks import short_traceback
+from actorsnap.tracebacks import name_methods, short_traceback
 
 if TYPE_CHECKING:
     from actorsnap.manager.body import ManagerBody

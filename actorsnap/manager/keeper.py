@@ -23,7 +23,6 @@ from actorsnap.errors import (
     StorageError,
     UsageError,
     describe,
-    joined,
 )
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import DeleteIntent, StepName
@@ -48,6 +47,7 @@ from actorsnap.runtime.roots import Listing, Root, is_damage, stored_step
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import run_on_loop
 from actorsnap.runtime.source import OpenSource
+from actorsnap.wording import joined
 
 logger = Log(__name__)
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import msgspec
 
-from actorsnap.errors import UsageError, named_ranks
+from actorsnap.errors import UsageError
 from actorsnap.format.owners import Layout
 from actorsnap.planning.packing import Item
+from actorsnap.wording import named_ranks
 
 _DIGEST_BYTES = 12
 """Every rank sends two per save; ranks are not adversaries."""

@@ -13,9 +13,10 @@ from typing import TypeAlias
 
 import msgspec
 
-from actorsnap.errors import UsageError, did_you_mean
+from actorsnap.errors import UsageError
 from actorsnap.format.manifest import ContainerEntry, ViewEntry
 from actorsnap.planning.index import AnyEntry, Index, ancestors
+from actorsnap.wording import did_you_mean
 
 Rename: TypeAlias = Mapping[str, str] | str | Callable[[str], str | None]
 """See ``Snapshot.restore``."""

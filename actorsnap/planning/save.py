@@ -22,7 +22,6 @@ from typing import TypeAlias
 
 import msgspec
 
-from actorsnap.errors import named_ranks
 from actorsnap.format.layout import MAX_HEADER_BYTES
 from actorsnap.planning.inventory import Inventory, digest_of, index_runs, refuse
 from actorsnap.planning.packing import (
@@ -35,6 +34,7 @@ from actorsnap.planning.packing import (
     arrange,
     canonical,
 )
+from actorsnap.wording import named_ranks
 
 _MAX_ROW_BYTES = 1 << 20
 """Largest row that is not cut inside."""

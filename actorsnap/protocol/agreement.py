@@ -22,8 +22,8 @@ from collections.abc import Callable, Iterable, Mapping
 
 import msgspec
 
-from actorsnap.errors import named_ranks
 from actorsnap.protocol.failure import Failure, Stage
+from actorsnap.wording import named_ranks
 
 
 class Entered(msgspec.Struct, frozen=True, array_like=True):

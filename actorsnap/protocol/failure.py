@@ -26,10 +26,10 @@ from actorsnap.errors import (
     attribute_of,
     describe,
     notes_of,
-    printable,
     set_cause,
     text_of,
 )
+from actorsnap.wording import printable
 
 _MAX_CAUSES = 8
 """Limit of a chain."""

@@ -20,9 +20,10 @@ import math
 from collections.abc import Sequence
 from enum import StrEnum
 
-from actorsnap.errors import UsageError, named_ranks
+from actorsnap.errors import UsageError
 from actorsnap.protocol.failure import Failure, Stage, explain_loss, restore_aborted
 from actorsnap.protocol.messages import Label
+from actorsnap.wording import named_ranks
 
 REMIND_AFTER_S = (10.0, 60.0, 300.0)
 """Times after its call at which a waiting rank logs a warning."""

@@ -22,11 +22,11 @@ from typing import Any, NamedTuple, Self, TextIO, TypeAlias, TypeVar
 import anyio
 
 from actorsnap.actors.trace import ProgressBoard
-from actorsnap.errors import printable
 from actorsnap.log import Log
 from actorsnap.runtime.host import Host, Script, wait_done
 from actorsnap.runtime.script import is_in_kernel
 from actorsnap.runtime.texts import size_text
+from actorsnap.wording import printable
 
 T = TypeVar("T")
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from actorsnap.errors import did_you_mean, named_ranks
 from actorsnap.format.geometry import Box
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -51,6 +50,7 @@ from actorsnap.state.stateful import (
     matching_of,
 )
 from actorsnap.state.tree import DICT_TYPES, escape, join
+from actorsnap.wording import did_you_mean, named_ranks
 
 
 @dataclass(slots=True)

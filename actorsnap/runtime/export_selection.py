@@ -6,11 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import chain
 
-from actorsnap.errors import UsageError, named_ranks
+from actorsnap.errors import UsageError
 from actorsnap.planning.index import Index, Wants, ancestors
 from actorsnap.planning.renaming import Rename, check_used, function_of, paths_of, renamed
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource
 from actorsnap.state.tree import human, parent_of
+from actorsnap.wording import named_ranks
 
 
 def below(path: str, key: str) -> str | None:

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from actorsnap.errors import StorageError, UsageError, printable
+from actorsnap.errors import StorageError, UsageError
 from actorsnap.format.manifest import check_json
 from actorsnap.options import Options, from_env
 from actorsnap.protocol.uploader import SentLocation
@@ -25,6 +25,7 @@ from actorsnap.storage.registry import (
     without_secrets,
 )
 from actorsnap.storage.wrapper import translate_opening
+from actorsnap.wording import printable
 
 OnRetry: TypeAlias = Callable[[StorageError, float], None]
 

@@ -22,9 +22,10 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from actorsnap.errors import UsageError, describe, did_you_mean
+from actorsnap.errors import UsageError, describe
 from actorsnap.log import Log
 from actorsnap.tracebacks import short_namespace
+from actorsnap.wording import did_you_mean
 
 logger = Log(__name__)
 

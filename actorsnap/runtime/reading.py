@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from actorsnap.errors import NotASnapshot, UsageError, named_ranks
+from actorsnap.errors import NotASnapshot, UsageError
 from actorsnap.format.manifest import Commit, Entry, RankManifest
 from actorsnap.planning.index import named_entries
 from actorsnap.runtime.host import Host, Script
@@ -15,6 +15,7 @@ from actorsnap.runtime.manifests import ManifestStream, Turns, index_progress
 from actorsnap.runtime.partial_index import FEW_RANKS
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, begins_anew
 from actorsnap.storage.base import for_each, size_below
+from actorsnap.wording import named_ranks
 
 
 @begins_anew

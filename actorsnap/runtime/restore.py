@@ -19,9 +19,6 @@ from actorsnap.errors import (
     UsageError,
     call_user_code,
     describe,
-    did_you_mean,
-    format_list,
-    printable,
 )
 from actorsnap.log import Log
 from actorsnap.planning.index import Index, Wants
@@ -58,6 +55,7 @@ from actorsnap.runtime.tracing import Observation, observe
 from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.stateful import RNGState, loader, torch_complaints, validate_app_state
 from actorsnap.state.tree import escape, join
+from actorsnap.wording import did_you_mean, format_list, printable
 
 logger = Log(__name__)
 

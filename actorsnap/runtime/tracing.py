@@ -33,13 +33,14 @@ from actorsnap.actors.trace import (
     Totals,
     is_wait,
 )
-from actorsnap.errors import MissingPackage, StorageError, printable
+from actorsnap.errors import MissingPackage, StorageError
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.release import RELEASE
 from actorsnap.runtime import tracefile
 from actorsnap.runtime.host import Host, wait_done
 from actorsnap.runtime.tracefile import About
+from actorsnap.wording import printable
 
 logger = Log(__name__)
 

@@ -23,7 +23,6 @@ from typing import TypeAlias
 import anyio
 import anyio.abc
 
-from actorsnap.errors import printable
 from actorsnap.protocol import uploader as frames
 from actorsnap.protocol.failure import encode_value
 from actorsnap.runtime.arena import ArenaView
@@ -35,6 +34,7 @@ from actorsnap.runtime.served_save import ServedSave
 from actorsnap.runtime.team import TeamMemory
 from actorsnap.storage.registry import find_opener
 from actorsnap.transport.store import StorePort
+from actorsnap.wording import printable
 
 _TICK_S = 0.5
 """Interval of progress reports."""

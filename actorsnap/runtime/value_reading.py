@@ -10,7 +10,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from actorsnap.actors.budget import Budget
 from actorsnap.actors.fetcher import RangeRequest
-from actorsnap.errors import UsageError, did_you_mean, named_ranks
+from actorsnap.errors import UsageError
 from actorsnap.format.checksum import MAX_BLOCK_BYTES
 from actorsnap.log import Log
 from actorsnap.planning.index import (
@@ -28,6 +28,7 @@ from actorsnap.state.restore.build import KeyRestore, prepare, read_one, resolve
 from actorsnap.state.restore.match import entries_by_key
 from actorsnap.state.restore.reads import Reads
 from actorsnap.state.tree import escape, unescape
+from actorsnap.wording import did_you_mean, named_ranks
 
 logger = Log(__name__)
 

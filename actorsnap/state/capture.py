@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from actorsnap.errors import UsageError, call_user_code, did_you_mean, printable, text_of
+from actorsnap.errors import UsageError, call_user_code, text_of
 from actorsnap.format.geometry import Box, c_strides
 from actorsnap.format.manifest import (
     CompositeEntry,
@@ -72,6 +72,7 @@ from actorsnap.state.tree import (
     parent_of,
     part_path,
 )
+from actorsnap.wording import did_you_mean, printable
 
 _log = Log(__name__)
 

@@ -9,9 +9,10 @@ from typing import Any, Final
 
 import torch
 
-from actorsnap.errors import UsageError, describe, printable
+from actorsnap.errors import UsageError, describe
 from actorsnap.state.devices import fork_generators
 from actorsnap.tracebacks import short_traceback
+from actorsnap.wording import printable
 
 
 @short_traceback

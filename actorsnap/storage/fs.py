@@ -29,7 +29,7 @@ from contextlib import contextmanager, suppress
 
 import anyio
 
-from actorsnap.errors import ObjectNotFound, StorageError, UsageError, printable
+from actorsnap.errors import ObjectNotFound, StorageError, UsageError
 from actorsnap.log import Log
 from actorsnap.storage.base import (
     CLEANUP_S,
@@ -65,6 +65,7 @@ from actorsnap.storage.posix import (
     working_folder,
 )
 from actorsnap.storage.wrapper import unwrapped
+from actorsnap.wording import printable
 
 logger = Log(__name__)
 

@@ -19,17 +19,11 @@ from urllib.parse import urlsplit
 import anyio
 import msgspec
 
-from actorsnap.errors import (
-    ObjectExists,
-    ObjectNotFound,
-    StorageError,
-    Throttled,
-    UsageError,
-    did_you_mean,
-)
+from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, Throttled, UsageError
 from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, Storage, StorageContext, check_key
 from actorsnap.storage.wrapper import Wrapper, close_after, without_blocking_io
+from actorsnap.wording import did_you_mean
 
 logger = Log(__name__)
 

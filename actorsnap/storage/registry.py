@@ -17,10 +17,11 @@ from collections.abc import Callable
 from importlib import import_module, metadata
 from importlib.util import find_spec
 
-from actorsnap.errors import MissingPackage, UsageError, did_you_mean, printable
+from actorsnap.errors import MissingPackage, UsageError
 from actorsnap.storage.base import Storage, StorageContext, StorageFactory
 from actorsnap.storage.posix import working_folder
 from actorsnap.tracebacks import short_traceback
+from actorsnap.wording import did_you_mean, printable
 
 ENTRY_POINT_GROUP = "actorsnap.storage"
 

@@ -15,15 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from actorsnap.errors import (
-    FormatError,
-    IncompatibleState,
-    UnsupportedFormat,
-    UsageError,
-    did_you_mean,
-    named_ranks,
-    text_of,
-)
+from actorsnap.errors import FormatError, IncompatibleState, UnsupportedFormat, UsageError, text_of
 from actorsnap.format.manifest import BytesEntry, CompositeEntry
 from actorsnap.planning.index import AnyEntry
 from actorsnap.state import objects
@@ -43,6 +35,7 @@ from actorsnap.state.restore.match import Match, Pair, describe, leaves_of, matc
 from actorsnap.state.stateful import Matching
 from actorsnap.state.tensors import bytes_of, carried, refusal, slices_of, tensor_type
 from actorsnap.state.tree import AS_RECORDS, human, parent_of, part_path
+from actorsnap.wording import did_you_mean, named_ranks
 
 
 @dataclass(frozen=True, slots=True)
