@@ -34,6 +34,7 @@ from actorsnap.protocol.messages import (
     SaveWanted,
     ToCoordinator,
 )
+from actorsnap.protocol.roll import NO_LABEL
 from actorsnap.transport.ends import Message, PeerLost, RelayedEnds
 
 logger = Log(__name__)
@@ -122,6 +123,7 @@ class Invitations:
         # By topic: the ranks that have left it, and how. None: this rank has.
         self._gone: dict[bytes, dict[int, str] | None] = {}
         self._last = NO_CALL
+        self._missed = NO_CALL  # the last failed save that this rank was told of
         self._broken: str | None = None
         self._num_topics: dict[str, int] = {}
 
@@ -190,6 +192,15 @@ class Invitations:
         elif isinstance(message, Arrived):
             failure = Failure(reason="rank 0 has ended the call", stage=Stage.JOIN, rank=0)
             self._mail.send_down(message.rank, number, Aborted(failure))
+
+    def on_early(self, number: int, message: object) -> None:
+        """A message of a call that has not begun here: warns of a save that failed without it."""
+        match message:
+            case Aborted(failure, left) | Failed(_, failure, left):
+                if left == NO_LABEL and failure.error is None and number > self._missed:
+                    self._missed = number
+                    why = failure.reason
+                    logger.warning("rank %d: a save of the other ranks failed: %s", self.rank, why)
 
     def lose(self, rank: int) -> None:
         """The rank has closed its port, or another process continues as rank 0."""

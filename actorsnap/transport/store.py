@@ -590,6 +590,7 @@ class StorePort:
         elif number < self._registered_below:
             self._drop(frame, "its save has ended")
         else:
+            self.invitations.on_early(number, arrived.content)
             self._kept.setdefault(number, []).append(arrived)
 
     def _on_pulse(self, sender: int, pulse: Pulse) -> None:

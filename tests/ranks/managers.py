@@ -30,7 +30,7 @@ from actorsnap.sync import Snapshot
 from tests.api.faults import faulty, faulty_url
 from tests.api.managed import Operation, Tally, TallyStorage, fail
 from tests.api.slow_storage import Gate
-from tests.ranks.troubles import outcome
+from tests.ranks.troubles import outcome, warnings
 from tests.worlds import Rank, World
 
 __all__ = ["direct_managers", "direct_resumes_with"]
@@ -219,6 +219,7 @@ def has_trouble(me: Rank, path: str, trouble: str, whom: int) -> dict[str, Any]:
 
 def ends_early(me: Rank, path: str, whom: int, how: str, then: str) -> dict[str, Any]:
     """One rank makes no more calls, and its process lives on; then all begin again."""
+    texts = warnings()
     trainer = Trainer(path, me.rank)
     trainer.train(0, 10)
     said: list[dict[str, Any]] = []
@@ -243,12 +244,16 @@ def ends_early(me: Rank, path: str, whom: int, how: str, then: str) -> dict[str,
         else:
             said = [outcome(lambda: trainer.train(20))]
         said.append(outcome(manager.close))
+    elif then in ("saves", "saves twice", "waits"):
+        deadline = time.monotonic() + 20.0
+        while not texts and time.monotonic() < deadline:
+            time.sleep(0.01)
     dist.barrier()
     after = Trainer(path, me.rank)
     found = after.restored()["found"]
     after.train(20, 30)
     after.manager.close()
-    return {"said": said, "found": found, "steps": after.manager.all_steps()}
+    return {"said": said, "texts": texts, "found": found, "steps": after.manager.all_steps()}
 
 
 class HeldWrites(Wrapper):

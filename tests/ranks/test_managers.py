@@ -175,6 +175,10 @@ def test_a_rank_that_ends_early_is_named_by_the_others_at_once(
     }[how]
     for rank, one in enumerate(said):
         if rank == whom:
+            # Its process lives on, and learns of failed saves.
+            warned = f"rank {whom}: a save of the other ranks failed: rank {whom} {did}; it had not"
+            assert all(text.startswith(warned) for text in one["texts"])
+            assert bool(one["texts"]) == (then not in ("restores", "closes"))
             continue
         *failed, closed = one["said"]
         assert len(failed) == calls
