@@ -9,6 +9,7 @@ import json
 import os
 import pty
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -40,6 +41,7 @@ from actorsnap.runtime.source import Source
 from actorsnap.storage.base import Storage, StorageContext
 from actorsnap.storage.fs import open_fs
 from actorsnap.storage.registry import register
+from actorsnap.storage.wrapper import Wrapper, without_blocking_io
 from actorsnap.sync import Snapshot
 from actorsnap.testing import FaultyStorage
 from tests.api.faults import faulty, faulty_url
@@ -1024,9 +1026,37 @@ def test_recover_where_the_commit_object_is_damaged(saved: Path) -> None:
     (saved / COMMIT_KEY).write_bytes(b"half")
     ended = run("recover", saved)
     assert (ended.code, ended.out) == (1, "")
-    assert "--replace-damaged" in ended.err
+    assert (
+        "\nThe damaged commit object named one of the attempts there. --replace-damaged, or "
+        "recover(replace_damaged=True) in Python, replaces it with one for the complete attempt\n"
+        f"recover of {saved}: nothing was written\n"
+    ) in ended.err
     assert run("recover", saved, "--replace-damaged").code == 0
     assert run("verify", "--full", saved).code == 0
+
+
+class OverNetwork(Wrapper):
+    def __init__(self, inner: Storage) -> None:
+        super().__init__(inner)
+        self.capabilities = without_blocking_io(inner.capabilities)
+
+
+def test_a_commit_object_that_is_damaged_over_a_network(
+    saved: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is read twice; then the remedy has the URL as the shell takes it."""
+    url = faulty_url(saved.rename(saved.parent / "a copy"))
+    file = saved.parent / "a copy" / COMMIT_KEY
+    file.write_bytes(file.read_bytes()[:-1])
+    with faulty(OverNetwork):
+        ended = run("verify", url)
+        assert ended.code == 1, ended.err
+        damage = f"{COMMIT_KEY}: the commit object is damaged: its checksum does not match"
+        assert {*caplog.messages} == {f"{saved.parent}/a copy: {damage}; reading it again"}
+        remedy = f"recover '{url}' --replace-damaged"
+        assert f"`actorsnap {remedy}` writes it again, if the rest is intact" in ended.err
+        assert run(*shlex.split(remedy)).code == 0
+        assert run("verify", "--full", url).code == 0
 
 
 def test_recover_asks_for_what_it_cannot_know(tmp_path: Path) -> None:

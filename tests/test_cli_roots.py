@@ -592,6 +592,19 @@ def test_verify_all_finds_a_lost_commit_object(root: Path) -> None:
     assert run("recover", root / name(100)).code == 0
 
 
+def test_verify_all_with_an_unfinished_step(root: Path) -> None:
+    """A save in progress is no damage."""
+    (root / name(300) / COMMIT_KEY).unlink()
+    for manifest in (root / name(300)).glob("*/manifest/*"):
+        manifest.unlink()
+    ended = run("verify", root, "--all")
+    assert (ended.code, ended.err) == (0, "")
+    assert [row[1] for row in ended.rows] == ["ok", "ok", "ok", "unfinished"]
+    assert ended.rows[3] == [name(300), "unfinished"]
+    found = json.loads(run("verify", root, "--all", "--json").out)
+    assert found[3] == {"name": name(300), "state": "unfinished", "problems": []}
+
+
 def test_verify_as_json(root: Path) -> None:
     damage(root, name(100))
     assert json.loads(run("verify", root / name(0), "--json").out) == {
@@ -799,6 +812,23 @@ def test_prune_where_deleting_fails(root: Path, caplog: pytest.LogCaptureFixture
     assert ended.code == 4
     assert (ended.err + caplog.text).count(f"{name(0)}: not deleted: ") == 1
     assert "\n1 step was not deleted\n" in ended.err
+
+
+def test_prune_reports_each_failed_deletion_once(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def wrap(inner: Storage) -> Storage:
+        return FaultyStorage(inner, fail_at=1, fail_verbs={"delete"}, is_lasting=True)
+
+    with faulty(wrap):
+        ended = run("prune", faulty_url(root), "--keep", "last:1", "--min-valid", 1, "--yes")
+    assert (ended.code, ended.out) == (4, "")
+    lines = [*caplog.messages, *ended.err.splitlines()]
+    for step in (0, 100, 200):
+        (line,) = [line for line in lines if name(step) in line]
+        assert f"{name(step)}: not deleted: " in line
+    assert ended.err.endswith("deleted 0 steps, 0 B\n3 steps were not deleted\n")
+    assert len(names(root)) == 4
 
 
 def test_prune_needs_a_policy(root: Path) -> None:

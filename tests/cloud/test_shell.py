@@ -10,6 +10,8 @@ import pytest
 from typer.testing import CliRunner
 
 from actorsnap.cli import app
+from actorsnap.manager import every, keep
+from actorsnap.manager.sync import CheckpointManager
 from actorsnap.sync import Snapshot
 from tests.cloud.places import Store, is_state, keys_of, state
 from tests.support.cases import slow
@@ -51,3 +53,38 @@ def test_all_commands(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         shell("rm", "--yes", url)
     shell("inspect", one, code=3)
     assert keys_of(store, bucket) == []
+
+
+@pytest.mark.parametrize("store", [slow("ceph"), "fake_gcs"], indirect=True)
+def test_a_run_moves_to_a_bucket(
+    store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in store.env().items():
+        monkeypatch.setenv(name, value)
+    here, there = str(tmp_path / "run"), store.url(store.make_bucket(), "run")
+
+    def manager(root: str) -> CheckpointManager:
+        return CheckpointManager(
+            root, state(5, num_floats=SMALL), save=every.steps(1), keep=keep.last(1), min_valid=1
+        )
+
+    with manager(here) as running:
+        running.maybe_save(1)
+        running.wait()
+        running.pin(1, "paper")
+        running.maybe_save(2)
+    copied = [line.split("\t")[:2] for line in shell("cp", "--all", here, there).splitlines()]
+    assert [state for _, state in copied] == ["copied", "copied"]
+    again = [line.split("\t")[1] for line in shell("cp", "--all", here, there).splitlines()]
+    assert again == ["was there", "was there"]
+    shell("verify", "--all", "--full", there)
+    with manager(there) as running:
+        restored = running.restore_latest()
+        assert restored is not None
+        assert (restored.step, restored.url) == (2, f"{there}/{copied[1][0]}")
+        running.maybe_save(3)
+        running.maybe_save(4)
+        running.wait()
+        running.prune()
+        assert [info.step for info in running.steps()] == [1, 2, 4]  # pinned, restored from
+    assert shell("latest", there, "--full").startswith(f"{there}/step-0000000004.g2")
