@@ -9,7 +9,6 @@ on the runtime's loop, after the commit. Ranks learn names from it in a call of 
 from __future__ import annotations
 
 import atexit
-import collections
 import math
 import os
 import threading
@@ -24,7 +23,6 @@ from actorsnap.errors import (
     ActorSnapError,
     IncompatibleState,
     RootTaken,
-    SnapshotAborted,
     StorageError,
     UsageError,
     describe,
@@ -37,6 +35,7 @@ from actorsnap.manager.events import EventBoard, EventKind
 from actorsnap.manager.inbox import take_requests
 from actorsnap.manager.keeper import Keeper, Search, StepSearch, current_timeline
 from actorsnap.manager.noting import MetricNames, recall_best, stored_metadata
+from actorsnap.manager.pending import PendingSaves
 from actorsnap.manager.results import (
     Given,
     ManagerSettings,
@@ -96,9 +95,7 @@ class ManagerBody:
         self._restored: StepName | None = None
         self._seen: int | None = None
         self._saved: int | None = None
-        self._committed: int | None = None
-        self._pending: collections.deque[tuple[StepName, Save]] = collections.deque()
-        self._failure: ActorSnapError | None = None  # of an earlier save, to be raised
+        self._pending = PendingSaves(lambda: self._label)
         self._given: tuple[int, Given] | None = None  # with the last step, until it is saved
         self._keeper: Keeper | None = None
         self._is_closed = False
@@ -214,7 +211,7 @@ class ManagerBody:
         finally:
             self._saving.release()
         if is_async:
-            self._raise_failure()
+            self._pending.raise_failure()
         else:
             yield from self.wait()
         return save
@@ -234,8 +231,7 @@ class ManagerBody:
         make_metadata: Callable[[], dict[str, Any]],
         app_state: AppState | None,
     ) -> Script[Save]:
-        while len(self._pending) >= self._settings.max_pending:
-            yield from self._wait_for_oldest()
+        yield from self._pending.wait_until(self._settings.max_pending - 1)
         if self._generation is None:
             self._generation = yield from self._begin_run()
         name = StepName(step, self._generation)
@@ -256,7 +252,7 @@ class ManagerBody:
             resume=False,
             step=step,
             # A caller that gets an error gets no ``PendingSnapshot`` to guard its optimizers with.
-            stage=self._settings.stage if is_async and self._failure is None else "eager",
+            stage=self._settings.stage if is_async and self._pending.failure is None else "eager",
             metadata=noted,
             storage_options=target.storage_options,
             options=self._options,
@@ -277,7 +273,7 @@ class ManagerBody:
             if self._keeper is not None:
                 self._keeper.make_room()
             raise
-        self._pending.append((name, save))
+        self._pending.add(name, save)
         self._given = None
         if self._is_keeper:
             self._find_keeper().watch(name, save)
@@ -300,7 +296,7 @@ class ManagerBody:
         restored_from = self._restored
         is_continuing = restored_from is None and self._continues_newest
         if is_continuing:
-            yield from self._wait_for_all()
+            yield from self._pending.wait_until(0)
 
         places = self.places
 
@@ -359,7 +355,7 @@ class ManagerBody:
         self.events.post(EventKind.FENCED, detail=self.root.url)
         return RootTaken(url=self.root.url, generation=generation)
 
-    # Pending saves
+    # The end
 
     def wait(self) -> Script[None]:
         """Waits until pending saves are committed and, on rank 0, verified.
@@ -367,43 +363,11 @@ class ManagerBody:
         Raises:
             ActorSnapError: The first failure. The others are logged.
         """
-        yield from self._wait_for_pending()
+        yield from self._pending.wait()
         if self._keeper is not None:
             keeper = self._keeper
             yield lambda _: keeper.finish_verifying()
             keeper.raise_damage()
-
-    def _wait_for_pending(self) -> Script[None]:
-        """Waits for the saves only. Ends alike on all ranks."""
-        yield from self._wait_for_all()
-        self._raise_failure()
-
-    def _wait_for_all(self) -> Script[None]:
-        while self._pending:
-            yield from self._wait_for_oldest()
-
-    def _wait_for_oldest(self) -> Script[None]:
-        """Leaves a failure to ``_raise_failure``."""
-        name, save = self._pending[0]
-        try:
-            yield from taking.await_pending(save, save.finished)
-            self._committed = name.step
-        except ActorSnapError as error:
-            if not save.finished.done():
-                raise  # a fork
-            if isinstance(error, SnapshotAborted):
-                error.name_step(name.step)  # a later call raises it
-            if self._failure is not None:
-                logger.error("%s: %s", self._label, describe(error))
-            self._failure = self._failure or error
-        finally:
-            if save.finished.done() and (name, save) in self._pending:
-                self._pending.remove((name, save))
-
-    def _raise_failure(self) -> None:
-        failure, self._failure = self._failure, None
-        if failure is not None:
-            raise failure
 
     def close(
         self, *, error: BaseException | None = None, timeout_s: float = math.inf
@@ -500,7 +464,7 @@ class ManagerBody:
         state, refusal = self._try_app_state(app_state)
         # A partial restore of a damaged snapshot would leave its values in the app state.
         level = valid if strict else "full"
-        yield from self._wait_for_pending()
+        yield from self._pending.wait()
         search = Search(self.places, level, allow_fresh)
         return (yield from self._search(CallKind.RESTORE_LATEST, search, state, refusal, strict))
 
@@ -509,7 +473,7 @@ class ManagerBody:
         self._check_open("restore")
         step = check_training_step(step)
         state, refusal = self._try_app_state(app_state)
-        yield from self._wait_for_pending()
+        yield from self._pending.wait()
 
         def find() -> Script[StepName]:
             infos = yield from self.steps(is_complete=True)
@@ -684,7 +648,7 @@ class ManagerBody:
 
     def record(self, step: int | StepName, metrics: Mapping[str, Any]) -> Script[None]:
         """Adds metrics to a snapshot, also to one that is still being saved."""
-        pending = [name for name, _ in self._pending if step in (name, name.step)]
+        pending = [name for name in self._pending.names if step in (name, name.step)]
         yield from looking.record(
             self.places, pending[-1] if pending else step, metrics, is_saved=not pending
         )
@@ -693,9 +657,9 @@ class ManagerBody:
         keeper = self._keeper
         return Status(
             generation=self._generation,
-            committed=self._committed,
+            committed=self._pending.committed,
             verified=None if keeper is None else keeper.verified,
-            pending=tuple(name.step for name, _ in self._pending),
+            pending=tuple(name.step for name in self._pending.names),
             failed_deletes={} if keeper is None else _reasons(keeper.failed_deletes()),
             num_deletes_left=0 if keeper is None else keeper.num_left,
             is_superseded=keeper is not None and keeper.is_superseded,

@@ -440,7 +440,7 @@ def test_the_call_that_raises_an_earlier_failure_saves_its_step(
         first = run.manager.maybe_save(0)
         if max_pending == 2:
             run.train(100)
-        while not all(save.finished.done() for _, save in run.manager._body._pending):
+        while not all(save.finished.done() for _, save in run.manager._body._pending._saves):
             time.sleep(0.01)
         with pytest.raises(SnapshotAborted):
             first.pending.wait()
