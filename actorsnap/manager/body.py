@@ -475,23 +475,7 @@ class ManagerBody:
         state, refusal = self._try_app_state(app_state)
         yield from self._pending.wait()
 
-        def find() -> Script[StepName]:
-            infos = yield from self.steps(is_complete=True)
-            named = [info for info in infos if info.step == step]
-            whole = [info for info in named if info.state == "committed"]
-            if not whole:
-                known = ", ".join(str(i.step) for i in infos if i.state == "committed") or "none"
-                what = f": it is {named[-1].state}" if named else ""
-                hint = ""
-                if named and named[-1].state == "abandoned":
-                    hint = f'. Snapshot("{named[-1].url}") can restore it'
-                raise UsageError(
-                    f"{self.root.url} has no snapshot of step {step} to restore{what}. Steps: "
-                    f"{known}{hint}"
-                )
-            return whole[-1].name
-
-        search = StepSearch(self.places, find)
+        search = StepSearch(self.places, lambda: looking.to_restore(self.places, step))
         found = yield from self._search(CallKind.RESTORE_STEP, search, state, refusal, strict)
         assert found is not None
         return found

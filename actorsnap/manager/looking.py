@@ -61,6 +61,27 @@ def steps(
     return (yield from root.source.perform("list", perform))
 
 
+def to_restore(root: Root, step: int) -> Script[StepName]:
+    """Returns the newest committed snapshot of a step of the run.
+
+    Raises:
+        UsageError: There is none. Names the steps that can be restored.
+    """
+    infos = yield from steps(root, is_complete=True)
+    named = [info for info in infos if info.step == step]
+    whole = [info for info in named if info.state == "committed"]
+    if whole:
+        return whole[-1].name
+    known = ", ".join(str(i.step) for i in infos if i.state == "committed") or "none"
+    what = f": it is {named[-1].state}" if named else ""
+    hint = ""
+    if named and named[-1].state == "abandoned":
+        hint = f'. Snapshot("{named[-1].url}") can restore it'
+    raise UsageError(
+        f"{root.url} has no snapshot of step {step} to restore{what}. Steps: {known}{hint}"
+    )
+
+
 def latest(root: Root) -> Script[StepInfo | None]:
     """Returns the newest committed step.
 
