@@ -219,8 +219,8 @@ def diff(
         typer.Option(
             "--option",
             metavar="KEY=VALUE",
-            help="Storage option for A and B, unless --a-option or --b-option sets it. Local paths "
-            "take none: it is for the other one.",
+            help="Storage option for A and B, unless --a-option or --b-option sets it. Does not "
+            "apply to a local path.",
         ),
     ] = None,
 ) -> None:

@@ -82,8 +82,8 @@ BothOption = Annotated[
     typer.Option(
         "--option",
         metavar="KEY=VALUE",
-        help="Storage option for SRC and DST, unless --src-option or --dst-option sets it. Local "
-        "paths take none: it is for the other one.",
+        help="Storage option for SRC and DST, unless --src-option or --dst-option sets it. Does "
+        "not apply to a local path.",
     ),
 ]
 
@@ -113,12 +113,12 @@ def cp(
         typer.Option(
             "--all",
             help="Copy each snapshot in the folder SRC, such as a run, with pins and metrics, to "
-            "the folder DST. What is there already is not sent again.",
+            "the folder DST. Snapshots that are already there are not sent again.",
         ),
     ] = False,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="Print JSON, one line for each event; --all: each snapshot."),
+        typer.Option("--json", help="Print JSON, a line per event; with --all, per snapshot."),
     ] = False,
     src_option: SourceOption = None,
     dst_option: TargetOption = None,

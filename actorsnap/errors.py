@@ -221,7 +221,7 @@ class UsageError(ActorSnapError, ValueError):
 
 
 class MissingPackage(UsageError):
-    """The call needs a package that is not installed. The message has the command."""
+    """The call needs a package that is not installed. The message has the ``pip`` command."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -355,8 +355,8 @@ class IncompatibleState(ActorSnapError):
         is_untouched: Whether nothing was changed. False if only the ``load_state_dict`` of a module
             that adapts its input could detect the mismatch.
         misfit: What does not fit: ``"app_state"``, ``"out"`` of ``read_object``, or ``"ranks"``,
-            which stored different values of what is to be read.
-        hints: Lines that compare names of the snapshot with missing ones, and say what to pass.
+            if they stored different values of one leaf.
+        hints: Lines that compare names of the snapshot with missing ones, and suggest arguments.
     """
 
     missing: Sequence[str] = ()

@@ -474,7 +474,7 @@ class Snapshot(SnapshotHandle):
                 cannot be read.
             out: A tensor or array to read into, of the same dtype and shape, on any device. A
                 DTensor receives the part that this process holds.
-            memory_budget_bytes: Limit of the memory that is allocated in addition to the result, at
+            memory_budget_bytes: Limit on the memory that is allocated in addition to the result, at
                 least 1 MiB. The process grows by at most this limit plus 4 MiB and the index, which
                 is read once per ``Snapshot``. Two kinds of ``out`` exceed the limit: a sparse or
                 quantized tensor or an array with negative strides is filled by a copy, and a view

@@ -65,7 +65,7 @@ def app_state(accelerator: accelerate.Accelerator) -> dict[str, Stateful]:
 
 
 def replicated(accelerator: accelerate.Accelerator) -> list[str]:
-    """Returns globs of what is equal in all processes, and so is stored once."""
+    """Returns globs of the leaves that are equal in all processes, and so are stored once."""
     keys = [
         _OWN,
         *_numbered("model", accelerator._models),

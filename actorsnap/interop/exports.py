@@ -137,10 +137,10 @@ def export_torch(
     may read, and leaves that only one other rank has (pipelines).
 
     Args:
-        snapshot: A ``Snapshot`` of ``actorsnap``, or of ``actorsnap.sync``: then the call blocks.
+        snapshot: A ``Snapshot``. With one of ``actorsnap.sync``, the call blocks.
         path: The file.
-        key: The part of the app state, or a path below one. None: all of it, by key; of what a
-            call of DCP saved, its state dict.
+        key: The part of the app state, or a path below one. None: all of it, by key; if DCP's
+            calls saved it, their state dict.
         rename: See ``Snapshot.restore``. Applied before ``key`` is looked up.
         overwrite: Delete an older file first.
         storage_options, progress: See ``Snapshot.export_hf``.
@@ -210,7 +210,7 @@ def export_dcp(
     storage_options: Mapping[str, Any] | None = None,
     progress: bool = False,
 ) -> ExportReport | Awaitable[ExportReport]:
-    """Writes a folder that stock ``torch.distributed.checkpoint.load`` reads, on any ranks.
+    """Writes a folder for stock ``torch.distributed.checkpoint.load``, on any number of ranks.
 
     Leaves have DCP's names. Each shard of a sharded tensor becomes a chunk. The file ``.metadata``
     is written last. Empty dicts, which DCP cannot represent, are lost.

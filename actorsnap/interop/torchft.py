@@ -24,7 +24,7 @@ __all__ = ["TorchFTCheckpointManager"]
 
 
 class TorchFTCheckpointManager(OverSnapshots, _TorchFTManager):  # type: ignore[misc]
-    """Saves and loads snapshots where torchtitan's manager for TorchFT has DCP checkpoints.
+    """torchtitan's manager for TorchFT, with snapshots in place of DCP checkpoints.
 
     The ranks of a replica save together; the replica with ``participating_rank() == 0`` saves the
     model, every replica its data loader.

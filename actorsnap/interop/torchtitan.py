@@ -256,7 +256,7 @@ class OverSnapshots:
 
 
 class CheckpointManager(OverSnapshots, _DcpManager):  # type: ignore[misc]
-    """Saves and loads snapshots where torchtitan's manager has DCP checkpoints."""
+    """torchtitan's manager, with snapshots in place of DCP checkpoints."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(_DcpManager.Config):  # type: ignore[misc]

@@ -270,8 +270,8 @@ class CheckpointManager(ManagerHandle):
             UsageError: The step goes back, or an argument is invalid.
             RootTaken: A later manager has begun a run at the root. Nothing was saved.
             SnapshotAborted: This save failed. Or an earlier save failed in the background, and this
-                step is still saved. All ranks raise it in the same call, so also a rank on which
-                ``pending.wait()`` has raised it.
+                step is still saved. All ranks raise it in the same call, even a rank on which
+                ``pending.wait()`` has already raised it.
         Cancellation: See ``Snapshot.async_take``.
         """
         given = Given(metrics, app_state, metadata)
@@ -476,7 +476,7 @@ class CheckpointManager(ManagerHandle):
         """Deletes the steps that the policy does not keep. Call it on rank 0, after its first save.
 
         Raises:
-            UsageError: The call would delete steps on another rank than rank 0.
+            UsageError: The call would delete steps, but this is not rank 0.
             StorageError: Listing or reading failed. Failed deletions are in the report.
         Cancellation: Some steps are deleted. The next pass deletes the rest.
         """
@@ -505,8 +505,8 @@ class CheckpointManager(ManagerHandle):
         """Protects a snapshot from every policy and from ``delete``.
 
         Call it on one rank, in any process.
-        A snapshot may have several pins. Each counts. Evaluation jobs, for example, pin the
-        snapshots that they read.
+        A snapshot may have several pins, each of which protects it. Evaluation jobs, for example,
+        pin the snapshots that they read.
 
         Args:
             step: See ``delete``.

@@ -103,7 +103,7 @@ class Status:
     """The state of a manager, as this rank knows it.
 
     Attributes:
-        generation: Of this run; None before its first save.
+        generation: Current generation of the manager; None before its first save.
         committed: The last step known to be committed.
         verified: The last step that was also verified. Rank 0 only.
         pending: Steps in flight.

@@ -284,7 +284,7 @@ class ModelState:
         self.flatten = flatten
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns ``model`` and, with optimizers, ``optim``. Tensors are live.
+        """Returns ``model`` and, with optimizers, ``optim``. Tensors are not copied.
 
         Primes optimizers without state.
 

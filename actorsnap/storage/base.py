@@ -38,7 +38,8 @@ ENDED = "the writer was completed, released or aborted"
 class RunBlocking(Protocol):
     """Runs a blocking function on a worker thread.
 
-    Cancellation: after the function has returned, because it may hold the caller's memory.
+    Cancellation: takes effect once the function has returned, because it may hold the caller's
+    memory.
     """
 
     async def __call__(self, fn: Callable[..., T], /, *args: Any) -> T: ...
@@ -55,7 +56,7 @@ class StorageContext:
         durable: False lets a backend skip fsync (scratch tiers).
         on_retry: Called on the loop before each retry with the error and the wait in seconds; must
             not block.
-        scratch: Folder for temporaries of objects at the root; empty for none.
+        scratch: Folder for temporary files of objects at the root; empty: none.
     """
 
     run_blocking: RunBlocking
@@ -73,15 +74,15 @@ class Capabilities:
     Attributes:
         has_blocking_io: ``Storage.read_into_blocking`` and ``ObjectWriter.write_at_blocking`` work,
             from any thread.
-        min_write_bytes: Least size of a ``write_at``, the object's end excepted.
-        max_writes: Most ranges per object, of all its writers; None: no limit.
+        min_write_bytes: Smallest size of a ``write_at``, except at the object's end.
+        max_writes: Largest number of ranges per object, over all its writers; None: no limit.
         max_object_bytes: None: no limit.
         has_joined_writers: ``join_writer`` works: several ranks may write one object.
         checks_crc32c: ``write_at`` refuses bytes that do not have its CRC32C.
         has_conditional_put: ``put_if_absent`` is atomic against every other writer.
         preferred_parallel_objects: Objects to write at a time.
-        min_copy_bytes: Least size of a write or copy of a ``copying_writer``, the object's end
-            excepted. None: it copies whole objects only.
+        min_copy_bytes: Smallest size of a write or copy of a ``copying_writer``, except at the
+            object's end. None: it copies whole objects only.
     """
 
     has_blocking_io: bool = False
@@ -95,16 +96,16 @@ class Capabilities:
     min_copy_bytes: int | None = None
 
     def least_write_bytes(self, size: int) -> int:
-        """Returns the least size of a ``write_at`` to such an object, its end excepted.
+        """Returns the smallest ``write_at`` to an object of ``size`` bytes, except at its end.
 
-        ``offset // least_write_bytes(size)`` differs for all writes.
+        ``offset // least_write_bytes(size)`` is different for each write.
         """
         return least_write_bytes(
             size, min_write_bytes=self.min_write_bytes, max_writes=self.max_writes
         )
 
     def least_copy_bytes(self, size: int) -> int:
-        """Returns the least size of a write or copy of a ``copying_writer``, its end excepted."""
+        """Like ``least_write_bytes``, for a write or copy of a ``copying_writer``."""
         return least_write_bytes(
             size, min_write_bytes=self.min_copy_bytes or 1, max_writes=self.max_writes
         )
@@ -123,7 +124,7 @@ def check_key(key: str) -> str:
     """Returns ``key`` if it is well-formed.
 
     Raises:
-        UsageError: It is not (see the module), or has a NUL or a backslash.
+        UsageError: It is malformed, or has a NUL or a backslash.
     """
     if not is_well_formed_key(key):
         raise UsageError(f"not a storage key: {key[:200]!r}")
@@ -223,7 +224,7 @@ class ObjectWriter(ABC):
     ) -> None:
         """Writes ``views`` back to back at byte ``offset``.
 
-        The views are not kept. After a failure the range may be written again.
+        The views are not kept. After a failure, the range may be written again.
         Cancellation: the range may hold any mixture of old and new bytes; the object can only be
         aborted.
 
@@ -244,7 +245,7 @@ class ObjectWriter(ABC):
     async def reuse(self, offset: int, views: Sequence[memoryview], crc32c: int) -> bool:
         """Takes ``views`` from an ``older`` object if the storage finds the same checksum there.
 
-        True promises as much as ``write_at``. After False the bytes must be written.
+        True guarantees as much as ``write_at``. After False, the bytes must be written.
 
         Raises:
             StorageError: Retryable; ask again.
@@ -254,11 +255,11 @@ class ObjectWriter(ABC):
     async def copy_from(self, offset: int, key: str, start: int, stop: int) -> int | None:
         """Copies bytes ``[start, stop)`` of an object of the source to byte ``offset``.
 
-        Only for writers of ``Storage.copying_writer``. Promises as much as ``write_at``; the bytes
-        do not pass through this process, or at least nobody looks at them.
+        Only for writers of ``Storage.copying_writer``. Guarantees as much as ``write_at``; the
+        bytes do not pass through this process, or at least are not checked by it.
 
         Returns:
-            The CRC32C that the storage found of the copied bytes; None if it tells none.
+            The CRC32C of the copied bytes, as the storage reports it, or None.
 
         Raises:
             ObjectNotFound: No such object.
@@ -271,9 +272,9 @@ class ObjectWriter(ABC):
     async def complete(self) -> None:
         """Makes the object readable under its key, and durable.
 
-        It survives a crash of this process and, if the storage is ``durable``, of the machine.
-        Atomicity: on object stores the key appears here, whole; on file systems a partial file may
-        be seen before.
+        The object survives a crash of this process and, if the storage is ``durable``, of the
+        machine. Atomicity: on object stores, the key appears here, whole; on file systems, a
+        partial file may be visible before.
         """
 
     @abstractmethod
@@ -347,14 +348,14 @@ class Storage(ABC):
     async def put(self, key: str, views: Sequence[memoryview]) -> None:
         """Writes a small object, replacing an older one.
 
-        Atomicity: a reader sees the older or the new object, also after a crash. Durable.
+        Atomicity: a reader sees the older or the new object, even after a crash. Durable.
         """
 
     @abstractmethod
     async def put_if_absent(self, key: str, data: bytes) -> None:
         """Creates a small object unless the key exists.
 
-        Atomicity: exactly one of concurrent callers in any processes succeeds; a reader sees
+        Atomicity: of concurrent callers, in any process, exactly one succeeds; a reader sees
         nothing or the whole object. Durable.
 
         Raises:
@@ -367,7 +368,7 @@ class Storage(ABC):
 
         Args:
             older: Sources of ``ObjectWriter.reuse``, the newest first: keys of objects of dead
-                writers, complete or not. A writer of one that is still alive may fail.
+                writers, complete or not. If such a writer is still alive, it may fail.
 
         Raises:
             ObjectExists: The key exists, and the backend can detect that cheaply. Others raise it
@@ -380,11 +381,11 @@ class Storage(ABC):
         """Opens a new object that ``copy_from`` may fill with ranges of objects in ``source``.
 
         Args:
-            source: Perhaps wrapped.
-            sample: The key of an object there, to find out whether the storage copies it.
+            source: The storage to copy from; may be wrapped.
+            sample: Key of an object in ``source``, to find out whether the storage copies it.
 
         Returns:
-            None: The storage cannot copy from there.
+            The writer, or None if the storage cannot copy from ``source``.
 
         Raises:
             ObjectExists: See ``writer``.
@@ -395,16 +396,16 @@ class Storage(ABC):
     async def join_writer(self, token: bytes) -> ObjectWriter:
         """Returns a writer to an object that another party opened.
 
-        After the opener's abort, this or a write raises ``StorageError``; or the written bytes stay
-        invisible and are deleted with the key's folder.
+        After the opener's abort, this call or a write raises ``StorageError``; or the written bytes
+        stay invisible and are deleted with the key's folder.
 
         Raises:
-            UsageError: Not ``has_joined_writers``.
+            UsageError: ``has_joined_writers`` is False.
         """
 
     @abstractmethod
     async def get(self, key: str, start: int = 0, stop: int | None = None) -> bytes:
-        """Returns the bytes ``[start, stop)`` of an object; None: to its end.
+        """Returns the bytes ``[start, stop)`` of an object; if ``stop`` is None, to its end.
 
         Raises:
             ObjectNotFound: No such object.
@@ -426,8 +427,8 @@ class Storage(ABC):
     ) -> None:
         """``read_into`` for worker threads; only if ``has_blocking_io``.
 
-        Requests a batch when the previous one is full: a generator can process bytes in the CPU's
-        cache.
+        Requests a batch when the previous one is full, so a generator can process bytes while they
+        are in the CPU's cache.
         """
         raise NotImplementedError
 
@@ -458,7 +459,7 @@ class Storage(ABC):
     async def delete_folder(self, folder: str) -> Sequence[str]:
         """Deletes a folder with all objects below it; returns their keys.
 
-        A missing folder is ignored. Cancellation: some are deleted.
+        A missing folder is ignored. Cancellation: some objects are deleted.
         """
         keys = [info.key async for info in self.list(f"{check_key(folder)}/")]
         await self.delete(keys)
@@ -466,7 +467,7 @@ class Storage(ABC):
 
     @abstractmethod
     async def stat(self, key: str) -> ObjectInfo:
-        """Returns size and time of one object.
+        """Returns the size and the modification time of one object.
 
         Raises:
             ObjectNotFound: No such object.
@@ -474,7 +475,7 @@ class Storage(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Releases clients, connections and descriptors. Idempotent; the last call."""
+        """Releases clients, connections and descriptors. Idempotent. No other call may follow."""
 
 
 class StorageFactory(Protocol):

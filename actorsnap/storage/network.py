@@ -153,7 +153,7 @@ def convert_options(options: Mapping[str, Any], to: type[S], *, scheme: str) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdaptiveStatistics:
-    """``num_throttled`` counts refused operations, ``num_decreases`` falls of the level."""
+    """``num_throttled`` counts refused operations, ``num_decreases`` decreases of the level."""
 
     level: int
     num_running: int
@@ -163,15 +163,15 @@ class AdaptiveStatistics:
 
 
 class AdaptiveStorage(Wrapper):
-    """Some verbs at a time; others wait in order. Learns how many from the storage's answers.
+    """Limits the number of verbs at a time; others wait in order. Adapts to the storage's answers.
 
     Each ``write_at`` and each step of ``list`` counts. Blocking I/O is off: a worker thread cannot
     wait on the loop. For one event loop.
 
-    Additive increase, multiplicative decrease, as in TCP. A success while all turns are in use adds
-    about one turn per round of operations. A throttled operation halves the level, or the number of
-    operations if that is less; never below one, and only if it began after the last fall: at most
-    once per round trip.
+    The limit grows additively and shrinks multiplicatively, as in TCP. Successes while the limit is
+    reached raise it by about one per round of operations. A throttled operation halves the limit,
+    or the number of operations if that is less, but not below one, and only if it began after the
+    last decrease: at most once per round trip.
     """
 
     def __init__(self, inner: Storage, *, max_operations: int, first_operations: int = 8) -> None:
@@ -234,10 +234,10 @@ class RetryPolicy:
     """Exponential backoff with a cap, and jitter.
 
     Attributes:
-        max_attempts: Tries, the first included.
+        max_attempts: Tries, including the first.
         first_delay_s: Upper bound of the first wait; it doubles with each failure.
         max_delay_s: Upper bound of waits that the storage did not ask for.
-        max_total_s: Time after the first failure in which tries begin.
+        max_total_s: Time after the first failure within which tries may begin.
     """
 
     max_attempts: int = 20
@@ -269,8 +269,8 @@ class RetryPolicy:
         Args:
             num_failures: 1 or more.
             fraction: The jitter, in [0, 1): a position in the upper half of the backoff.
-            elapsed_s: Since the first failure.
-            retry_after_s: Least wait that the storage asked for.
+            elapsed_s: Time since the first failure.
+            retry_after_s: Shortest wait that the storage asked for.
         """
         # 2.0 ** 1024 would overflow.
         backoff = min(self.first_delay_s * 2.0 ** min(num_failures - 1, 64), self.max_delay_s)
@@ -285,11 +285,10 @@ class RetryStorage(Wrapper):
 
     Special cases:
 
-    - ``put_if_absent``: an object of equal content counts as success: a failed try may have created
-      it.
+    - ``put_if_absent``: an equal object counts as success: a failed try may have created it.
     - ``list``: continues after the last yielded key.
     - ``delete_folder``: returns the keys that the last try deleted.
-    - ``writer``: if a failed try created the object, ``ObjectExists`` is raised, and it is garbage.
+    - ``writer``: if a failed try created the object, it is garbage, and ``ObjectExists`` is raised.
 
     Blocking I/O is off. Cancellation: ends a wait at once.
     """

@@ -80,7 +80,7 @@ def open_storage(url: str | os.PathLike[str], context: StorageContext) -> Storag
     verbatim: ``%20`` is not a space.
 
     Raises:
-        UsageError: The URL is malformed, its scheme unknown, or its backend cannot be loaded or
+        UsageError: The URL is malformed, its scheme is unknown, or its backend cannot be loaded or
             refuses the options.
     """
     return find_opener(url)(context)

@@ -174,7 +174,7 @@ async def _copying(storage: Storage, key: str, size: int, source: Storage) -> Ob
 
 @_bound_tests
 class StorageConformance:
-    """Base class of a suite. Subclasses are named ``Test...`` and define ``make_storage``."""
+    """Base class of a test suite. Name subclasses ``Test...``, and define ``make_storage``."""
 
     limit_s: float = 300.0
     num_many: int = 1100

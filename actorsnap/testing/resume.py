@@ -68,13 +68,13 @@ def check_resume(
     ignore: Sequence[str] = (),
     path: str | os.PathLike[str] | None = None,
 ) -> None:
-    """Fails unless a restored trainer continues bit for bit as one that was not interrupted.
+    """Fails unless a restored trainer continues bit for bit like one that was not interrupted.
 
-    A trainer runs ``steps`` steps, is saved, and runs ``more`` steps. Another one is restored and
-    compared with it as it was saved. A third one is restored and runs ``more`` steps: each must
-    return the same as the first one's, and both trainers must be equal at the end.
+    A trainer runs ``steps`` steps, is saved, and runs ``more`` steps. A second one is restored
+    and compared with the first as it was saved. A third one is restored and runs ``more`` steps:
+    each must return the same as in the first, and both trainers must be equal at the end.
 
-    Compared are the attributes of the trainer, recursively: objects with ``state_dict``, tensors,
+    Compares the attributes of the trainers, recursively: objects with ``state_dict``, tensors,
     arrays, random generators, plain values, containers, and the attributes of other objects, except
     iterators, functions and modules. Global random generators are compared if the first steps draw
     from them. Choose ``steps`` and ``more`` so that an epoch ends in both.
@@ -82,13 +82,13 @@ def check_resume(
     Args:
         make_trainer: Makes a new trainer, as a new process would.
         ignore: Globs of paths that may differ, for example ``["started_s"]``.
-        path: Of the snapshot, which stays; needed with several ranks, which all call this. None: a
-            temporary folder.
+        path: Path of the snapshot, which stays. Required with several ranks, which all must call
+            this. None: a temporary folder.
 
     Raises:
-        AssertionError: They differ; names what differs first, and since when.
-        UsageError: Bad input.
-        ActorSnapError: Of ``Snapshot.take`` and ``Snapshot.restore``.
+        AssertionError: The trainers differ. The message names the first difference, and since when.
+        UsageError: An argument is invalid.
+        ActorSnapError: See ``Snapshot.take`` and ``Snapshot.restore``.
     """
     for name, value in (("steps", steps), ("more", more)):
         if type(value) is not int or value < 1:

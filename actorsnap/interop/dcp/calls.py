@@ -87,7 +87,7 @@ def save(
     """Saves as ``torch.distributed.checkpoint.save`` does; returns when the snapshot is committed.
 
     Args:
-        storage_writer: An ``ActorsnapWriter`` brings its options; any other goes to torch.
+        storage_writer: An ``ActorsnapWriter`` sets the options; others are passed to torch.
 
     Returns:
         What torch returns; read from the snapshot on first use.
@@ -230,10 +230,10 @@ def load(
 ) -> None:
     """Loads as ``torch.distributed.checkpoint.load`` does: into tensors in place, replacing others.
 
-    All ranks load, or raise. Ranges that many ranks want are read once, as in ``Snapshot.restore``.
+    All ranks load, or raise. Ranges that many ranks need are read once, as in ``Snapshot.restore``.
 
     Args:
-        storage_reader: An ``ActorsnapReader`` brings its options; any other goes to torch.
+        storage_reader: An ``ActorsnapReader`` sets the options; others are passed to torch.
 
     Raises:
         CheckpointException: Its ``failures`` has the error: one of ``Snapshot.restore``, or of

@@ -28,19 +28,19 @@ class ActorsnapStager(AsyncStager):
     """Copies a state dict for ``torch.distributed.checkpoint.async_save``.
 
     The memory of a copy is reused after the last of its tensors is gone. So a later ``stage`` never
-    writes to a copy in use, and pages stay warm from save to save. It is not counted in
+    writes to a copy in use, and pages stay warm from save to save. The copies are not counted in
     ``Options.memory_budget_bytes``.
     """
 
     _synchronize_after_execute = False
 
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Returns the copy; the originals may be overwritten then.
+        """Returns the copy. The originals may then be overwritten.
 
         Tensors that share all their memory also do so in the copy.
 
         Raises:
-            MemoryError: No staging memory.
+            MemoryError: The memory could not be allocated.
         """
         staging = _Staging(Host.get())
         staged: dict[str, Any] = staging.copied(state_dict)
