@@ -271,7 +271,7 @@ def cat(
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
-    """Print one object of a snapshot. Without --raw, long bytes are truncated."""
+    """Print one object of a snapshot. Without --raw, long byte strings are truncated."""
     with errors():
         if raw and as_json:
             raise UsageError("--raw and --json cannot be combined")

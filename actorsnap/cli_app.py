@@ -22,7 +22,7 @@ COMMANDS: Final[Mapping[str, str]] = {
     "inspect": "Show the contents of a snapshot as a tree with shapes, dtypes and sizes.",
     "verify": "Check that a snapshot is intact. Exit code 1 if it is damaged.",
     "diff": "Compare two snapshots by checksums, without reading data. Exit code 1 if they differ.",
-    "cat": "Print one object of a snapshot. Without --raw, long bytes are truncated.",
+    "cat": "Print one object of a snapshot. Without --raw, long byte strings are truncated.",
     "cp": "Copy a snapshot, or continue an interrupted copy. Other formats are converted.",
     "convert": "Convert a checkpoint of torch.save, DCP, torchsnapshot or Hugging Face.",
     "export": "Export a snapshot to the format of another program.",

@@ -224,7 +224,7 @@ def latest(
     root: RootArgument,
     valid: Annotated[
         bool,
-        typer.Option("--valid", help="Newest step whose objects all exist, in the right sizes."),
+        typer.Option("--valid", help="Newest step whose objects all exist, with the right sizes."),
     ] = False,
     full: Annotated[
         bool, typer.Option("--full", help="Like --valid, but also verify all checksums.")

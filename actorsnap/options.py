@@ -93,7 +93,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, metaclass=_CheckedMeta)
         lost_after_s: Silence after which a rank in a save or restore counts as lost. The call then
             fails on all other ranks.
         memory_budget_bytes: Limit on the memory for staging copies, at least 2 MiB. Each process
-            has one budget: a value applies to all its snapshots from then on. None keeps
+            has one budget: a new value applies to all its snapshots from then on. None keeps
             the current budget. The initial budget is 60 % of the memory that is free when the
             runtime starts, within the cgroup limits, and at most 64 GiB. The ranks that
             torchrun, Open MPI or Slurm starts on a machine have equal shares of it.
