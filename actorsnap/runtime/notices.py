@@ -139,7 +139,7 @@ class SignalNotices:
     """Treats signals as notices. The default is SIGTERM.
 
     The first signal is a notice, and the default action, which ends the process, does not run. A
-    handler that Python code installed before is called, too: if it ends the process, the process
+    handler that Python code installed earlier is called, too: if it ends the process, the process
     still ends. A second signal goes to the previous handler or the default action, so a second
     SIGTERM ends the process. A repeat within two seconds of the first counts as the same signal.
     Different signals are counted separately. A forked child gets the previous handlers back.
