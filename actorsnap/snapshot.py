@@ -195,8 +195,8 @@ class Snapshot(SnapshotHandle):
                 otherwise as a line on stderr every 10 seconds.
 
         Raises:
-            UsageError: An argument is invalid, or the ranks make different calls. Nothing was
-                written.
+            UsageError: An argument is invalid, the ranks make different calls, or the local
+                ``path`` is the root of a manager's run, or a link to a step. Nothing was written.
             ObjectExists: A snapshot is committed at ``path``, or was committed meanwhile.
             UnsupportedFormat: The call would overwrite a snapshot of a newer release.
             SnapshotAborted: The storage failed or time ran out. The cause is chained. Check its

@@ -1125,6 +1125,45 @@ def test_a_link_to_the_latest_for_people(root: Path) -> None:
     assert [line.split()[0] for line in run("ls", root).out.splitlines()][-1] == name(400, 3)
 
 
+@pytest.mark.parametrize("call", ["take", "async_take", "copy", "convert"])
+@pytest.mark.parametrize("place", ["latest", "mine", ""])
+def test_nothing_is_saved_through_a_link_to_a_step_or_over_the_root(
+    root: Path, tmp_path: Path, call: str, place: str
+) -> None:
+    (root / "mine").symlink_to(name(100))
+    to = root / place
+    before = {each: each.stat().st_mtime_ns for each in root.rglob("*")}
+    state = {"a": StateDict(x=1)}
+    Snapshot.take(tmp_path / "other", state)
+    torch.save({"x": 1}, tmp_path / "old.pt")
+    calls: dict[str, Callable[[], object]] = {
+        "take": lambda: Snapshot.take(to, state, overwrite=True),
+        "async_take": lambda: Snapshot.async_take(to, state, overwrite=True).wait(),
+        "copy": lambda: Snapshot(tmp_path / "other").copy_to(to, overwrite=True),
+        "convert": lambda: Snapshot(tmp_path / "old.pt").copy_to(to),
+    }
+    with pytest.raises(UsageError) as refused:
+        calls[call]()
+    linked = {"latest": name(300), "mine": name(100)}
+    if place:
+        expected = f"{to} is a link to {linked[place]}, and a snapshot written there would replace"
+    else:
+        expected = f"{to} is the root of a CheckpointManager's run, and a snapshot there would hide"
+    assert str(refused.value).startswith(expected)
+    assert {each: each.stat().st_mtime_ns for each in root.rglob("*")} == before
+
+
+def test_snapshots_are_saved_through_other_links_and_next_to_steps(
+    root: Path, tmp_path: Path
+) -> None:
+    state = {"a": StateDict(x=1)}
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "link").symlink_to("folder")
+    for place in (tmp_path / "link", tmp_path / "link" / "below", root / "mine", root / name(100)):
+        Snapshot.take(place, state, overwrite=True)
+        assert Snapshot(place).keys() == ["a"]
+
+
 # Policies -------------------------------------------------------------------------------------
 
 

@@ -57,7 +57,7 @@ from actorsnap.planning.transfers import FIRST_AT_ONCE
 from actorsnap.runtime.bars import Amount, shown
 from actorsnap.runtime.copy_claim import CopyClaim, naming_side
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import Location, check_flag
+from actorsnap.runtime.location import Location, check_destination, check_flag
 from actorsnap.runtime.maintenance import Claims, collect_garbage, find_attempts, find_claims
 from actorsnap.runtime.manifests import ManifestStream, OwnerCheck
 from actorsnap.runtime.source import OpenSource, Source, begins_anew, opened_storage
@@ -174,6 +174,7 @@ def _copy(
         try:
             async with source.opened(host, "copy") as opened:
                 errands = opened.errands
+                await errands.run(errands.run_blocking, check_destination, to)
                 async with opened_storage(host, to, errands, scratch=str(copier)) as target:
                     job = _Copy(opened, target, str(copier), on_event, pace)
                     errands.how_far = job.how_far

@@ -40,7 +40,7 @@ from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.rounds import Coordinator
 from actorsnap.protocol.save import Assignment, SaveDecisions, aborted
 from actorsnap.release import RELEASE
-from actorsnap.runtime.location import open_location
+from actorsnap.runtime.location import check_destination, open_location
 from actorsnap.runtime.maintenance import collect_garbage, find_resumable
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.texts import size_text
@@ -264,6 +264,7 @@ class LocalEngine:
         """Returns the intact commit to replace, if any; finds attempts to resume."""
         save, request = self.save, self.save.request
         what, older = "already has a snapshot", None
+        await self._errands.run_blocking(check_destination, save.location)
         try:
             if request.overwrite:
                 older = await find_commit(storage)

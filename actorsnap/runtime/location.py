@@ -12,6 +12,7 @@ import msgspec
 
 from actorsnap.errors import StorageError, UsageError
 from actorsnap.format.manifest import check_json
+from actorsnap.format.steps import MANAGER_FOLDER, StepName
 from actorsnap.options import Options, from_env
 from actorsnap.protocol.uploader import SentLocation
 from actorsnap.runtime.host import Host
@@ -141,6 +142,37 @@ def make_location(
         url=absolute(url),
         storage_options=dict(storage_options or {}),
     )
+
+
+def check_destination(location: Location) -> None:
+    """Refuses local places where a snapshot would get in a manager's way. Blocks.
+
+    Raises:
+        UsageError: A link to a step, such as the manager's ``latest``; or the root of a run.
+    """
+    folder, url = location.canonical, location.display_url
+    if not folder.startswith("/"):
+        return
+    step = linked_step(folder)
+    if step is not None:
+        raise UsageError(
+            f"{url} is a link to {step}, and a snapshot written there would replace that step of a "
+            "run. Choose another path; to replace the step, name it instead of the link"
+        )
+    if os.path.isdir(f"{folder}/{MANAGER_FOLDER}"):
+        raise UsageError(
+            f"{url} is the root of a CheckpointManager's run, and a snapshot there would hide the "
+            "run's steps. Save with the manager, or to a folder in it, such as "
+            f"{url.rstrip('/')}/mine"
+        )
+
+
+def linked_step(path: str) -> StepName | None:
+    """Returns the step next to a link that the link points to; None if it is no such link."""
+    try:
+        return StepName.parse(os.readlink(path))
+    except (OSError, ValueError):
+        return None
 
 
 def resolve_options(options: Options | None) -> Options:

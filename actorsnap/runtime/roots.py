@@ -48,7 +48,7 @@ from actorsnap.options import Options
 from actorsnap.planning.keeping import StoredStep
 from actorsnap.planning.marks import Facts, Pin
 from actorsnap.runtime.host import Host, Script
-from actorsnap.runtime.location import Location, make_location, open_location
+from actorsnap.runtime.location import Location, linked_step, make_location, open_location
 from actorsnap.runtime.maintenance import may_run
 from actorsnap.runtime.marks import MarksReader
 from actorsnap.runtime.process import host_id
@@ -306,7 +306,7 @@ class Root:
             return
         path = f"{folder}/{_LATEST}"
         try:
-            if os.path.lexists(path) and not _is_own_link(path):
+            if os.path.lexists(path) and linked_step(path) is None:
                 self.warn_once(
                     f"{path} is not the manager's link to its latest snapshot, and stays"
                 )
@@ -514,10 +514,6 @@ def copy_records(source: Source, to: Source) -> Script[None]:
         await for_each(sorted({*found} - there), put, at_once=MAX_SMALL_READS)
 
     yield from to.perform("copy", write)
-
-
-def _is_own_link(path: str) -> bool:
-    return os.path.islink(path) and StepName.parse(os.readlink(path)) is not None
 
 
 def _relink(path: str, name: str, scratch: str) -> None:
