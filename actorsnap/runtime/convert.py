@@ -22,6 +22,7 @@ from actorsnap.actors.commit import check_stored
 from actorsnap.actors.fetcher import RangeRequest
 from actorsnap.actors.items import StagedChunk
 from actorsnap.actors.uploader import hash_chunk
+from actorsnap.errors import UsageError
 from actorsnap.format.layout import dtype_itemsize, manifest_key
 from actorsnap.format.manifest import (
     BytesEntry,
@@ -191,7 +192,7 @@ class Conversion:
                 if (array := _array_of(entry)) is not None:
                     add(*array)
                     continue
-                kind, data = _encoded(entry)
+                kind, data = self._encoded(entry)
                 if kind is None:
                     parts.append(entry)
                 else:
@@ -202,6 +203,24 @@ class Conversion:
             elif not (isinstance(entry, ViewEntry) and entry.of in dropped):
                 parts.append(entry)
         return parts, origins
+
+    def _encoded(self, entry: ValueEntry) -> tuple[str | None, Any]:
+        """Returns type and bytes of a value that is too long for a manifest; else None.
+
+        Raises:
+            UsageError: It would be pickled, and pickles are not allowed. Or it is ``Refused``.
+        """
+        value = objects.decode_inline(entry.value, entry.path)
+        if type(entry.value) is not objects.Opaque:
+            return objects.encode(value, entry.path)
+        if not self._options.allow_pickle:
+            kind = type(value)
+            raise UsageError(
+                f"{entry.path!r} is of type {kind.__module__}.{kind.__qualname__}, which a "
+                "snapshot only stores as a pickle. If you trust the file, pass "
+                "options=Options(allow_pickle=True)"
+            )
+        return "pickle", objects.pickled(value)
 
     def _is_stored(self, entry: TensorEntry | BytesEntry) -> bool:
         """Whether a rank before has stored the same for all; notes it, if not."""
@@ -262,14 +281,6 @@ class Conversion:
             await writer.write_at(chunk.start, [head, *views], whole)
         ledger.record(staged, checksums)
         await self.on_moved(plan.key, nbytes)
-
-
-def _encoded(entry: ValueEntry) -> tuple[str | None, Any]:
-    """Returns type and bytes of a value that is too long for a manifest; else None."""
-    value = objects.decode_inline(entry.value, entry.path)
-    if type(entry.value) is objects.Opaque:
-        return "pickle", objects.pickled(value)
-    return objects.encode(value, entry.path)
 
 
 def _array_of(entry: ValueEntry) -> tuple[Leaf, _Origin] | None:

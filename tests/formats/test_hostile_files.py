@@ -147,7 +147,7 @@ def test_memory_is_bounded(tmp_path: Path) -> None:
         with_wide_record(tmp_path / "pickle.pt", "data.pkl"): "'data.pkl' has|data.pkl.* has",
         with_wide_record(tmp_path / "order.pt", "byteorder"): "byteorder.* has",
         with_wide_directory(tmp_path / "directory.pt"): "its zip directory has",
-        old_file(tmp_path / "refused.pt", {"x": Unknown()}): "Unknown",
+        old_file(tmp_path / "refused.pt", {"x": Unknown()}): "too long",
         old_file(tmp_path / "long.pt", {"x": torch.ones(2)}): "too long",
         tmp_path / "repo": "which no index has",
         with_wide_value(tmp_path / "value"): "directory at its end is missing",
@@ -230,13 +230,13 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "shared tuples as a storage": (STORAGE % SHARED, "to no storage of torch"),
     "tuples as a value": (b")" + b"\x85" * 5000, "nest deeper than 900"),
     "lists as a value": (LISTS, "nest deeper than 900"),
-    "lists in a leaf": (b"}K\x01K\x02\x86" + LISTS + b"s", "nests too deep"),
+    "lists in a leaf": (b"}K\x01K\x02\x86" + LISTS + b"s", "1 entries"),
     "a list in itself": (ORDERED + b")R}" + word("_metadata") + b"]q\x01h\x01asb", "itself"),
     "tensors as hooks": (
         b"]("
         + (TENSOR + b"h\x01(h\x02K\0))\x89NtRq\x03e")
         + b"h\x01(h\x02K\0))\x89h\x03tRq\x03a" * 5000,
-        "'model/w/0' is a function",
+        "5004 entries",
     ),
     "twice the bytes, 40 times": (
         b"]("
@@ -257,7 +257,28 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
         MORE,
     ),
     "a long bytearray": (BYTES + b"J\0\0\0\x7f\x85R", "encodes something"),
-    "a long tensor": (named("torch", "FloatTensor") + b"J\0\0\0\x7f\x85R", "torch.FloatTensor"),
+    "a long tensor": (named("torch", "FloatTensor") + b"J\0\0\0\x7f\x85R", "1 entries"),
+    "a tensor of an unknown class": (
+        named("torch._tensor", "_rebuild_from_type_v2")
+        + b"("
+        + named("torch._utils", "_rebuild_tensor_v2")
+        + named("x", "Y")
+        + b"("
+        + STORAGE % word("0")
+        + b"K\0))\x89NtNtR",
+        "needs x.Y.*not executed",
+    ),
+    "a huge list of an unknown class": (
+        b"]("
+        + named("x", "Y")
+        + b")\x81q\x01"
+        + NUMBERS
+        + b"\x85q\x02"
+        + b"h\x01h\x02b" * 3000
+        + b"h\x01h\x02a" * 3000
+        + b"e",
+        "entries",
+    ),
     "numbers of one hash": (b"}(" + b"N".join(OF_ONE_HASH) + b"Nu", "numbers of more than 64 bits"),
     "dims without an end": (ARRAY % ((b"\x8a\xff" + b"\x7f" * 255) * 20_000), "fit its shape"),
 }

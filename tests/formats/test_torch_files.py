@@ -156,11 +156,23 @@ async def test_a_hostile_pickle_is_refused_by_name(tmp_path: Path, is_zip: bool)
 async def test_other_objects_need_permission(tmp_path: Path, is_zip: bool) -> None:
     saved = {"args": argparse.Namespace(lr=0.1), "array": np.arange(3)}
     save({"model": {"w": torch.ones(3)}, **saved}, tmp_path / "x.pt", is_zip)
-    with pytest.raises(UsageError, match="argparse.Namespace"):
-        await Snapshot(tmp_path / "x.pt").get_manifest()
+    snapshot = Snapshot(tmp_path / "x.pt")
+    assert (await snapshot.read_object("model/w")).tolist() == [1, 1, 1]
+    for call in (snapshot.read_object("args"), snapshot.copy_to(tmp_path / "copy")):
+        with pytest.raises(UsageError, match=r"x\.pt, 'args': .*argparse.Namespace.*allow_pickle"):
+            await call
     snapshot = Snapshot(tmp_path / "x.pt", options=Options(allow_pickle=True))
     assert await snapshot.read_object("args") == saved["args"]
     assert (await snapshot.read_object("array") == saved["array"]).all()
+
+
+class Seen:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Rows(list[int]):
+    pass
 
 
 ARRAYS: dict[str, Any] = {
@@ -248,9 +260,35 @@ async def test_forged_numbers_of_numpy_are_refused(tmp_path: Path, value: Any) -
 async def test_what_the_program_allowed(tmp_path: Path) -> None:
     save({"model": {"w": torch.ones(3)}, "from": Path("a/b")}, tmp_path / "x.pt")
     with pytest.raises(UsageError, match=r"needs pathlib.*allow pathlib\.\S+ by torch\.serial"):
-        await Snapshot(tmp_path / "x.pt").get_manifest()
+        await Snapshot(tmp_path / "x.pt").read_object("from")
     with torch.serialization.safe_globals([type(Path())]):
         assert await Snapshot(tmp_path / "x.pt").read_object("from") == Path("a/b")
+
+
+@BOTH
+async def test_an_allowed_object_that_is_not_plain(tmp_path: Path, is_zip: bool) -> None:
+    saved = {
+        "args": argparse.Namespace(lr=0.1),
+        "tensors": argparse.Namespace(t=torch.ones(2)),
+        "other": argparse.Namespace(seen=[Seen(torch.ones(2))]),
+        "rows": Rows([1]),
+    }
+    save({"model": {"w": torch.ones(3)}, **saved}, tmp_path / "x.pt", is_zip)
+    snapshot = Snapshot(tmp_path / "x.pt")
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        assert await snapshot.read_object("args") == saved["args"]
+        for name, why in {
+            "tensors": "tensors inside of 'tensors' .Namespace",
+            "other": r"'other': its pickle needs \S+\.Seen",
+            "rows": r"'rows': its pickle needs \S+\.Rows",
+        }.items():
+            with pytest.raises(UsageError, match=why):
+                await snapshot.read_object(name)
+    save(saved["args"], tmp_path / "args.pt", is_zip)
+    with torch.serialization.safe_globals([argparse.Namespace]):
+        with pytest.raises(UsageError, match="only stores as a pickle.*allow_pickle=True"):
+            await Snapshot(tmp_path / "args.pt").copy_to(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
 
 
 async def test_long_numbers(tmp_path: Path) -> None:

@@ -51,6 +51,19 @@ class Refusal(pickle.UnpicklingError):
         self.name = name
 
 
+class Omitted:
+    """Stands for a value that a pickle makes with a refused global: drops everything in it."""
+
+    def __init__(self, refusal: Refusal) -> None:
+        self.refusal = refusal
+
+    def append(self, item: object) -> None: ...
+
+    def extend(self, items: object) -> None: ...
+
+    def __setitem__(self, key: object, item: object) -> None: ...
+
+
 class WholeModule(Refusal):
     """A pickle needs a module's class.
 

@@ -131,8 +131,8 @@ class Description:
                 self.entries.append(ValueEntry(path=path, value=objects.Opaque(value), **fields))
                 return
             raise UsageError(
-                f"{path!r} is a {error.kind}, which is not a plain value: convert the checkpoint "
-                "with the program that wrote it"
+                f"{path!r} is of type {error.kind}, which is not a plain value: convert the "
+                "checkpoint with the program that wrote it"
             ) from error
         self.entries.append(ValueEntry(path=path, value=encoded, **fields))
 

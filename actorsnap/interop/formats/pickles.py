@@ -3,7 +3,7 @@
 
 Tensors are on the meta device: no byte of data is read or allocated. ``torch_pickles`` reads the
 pickle and calls nothing but what rebuilds tensors, plain values and numbers of numpy. Anything else
-is refused by name, unless the caller allows pickles.
+is refused by name when it is restored or read, unless the caller allows pickles.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch
 from actorsnap.errors import FormatError, UsageError, describe, text_of
 from actorsnap.format.geometry import extent_bytes
 from actorsnap.format.manifest import CompositeEntry, Entry, Stored, TensorEntry, ViewEntry
-from actorsnap.interop.formats.checked_pickles import Refusal, WholeModule
+from actorsnap.interop.formats.checked_pickles import Omitted, Refusal, WholeModule
 from actorsnap.interop.formats.describing import DEFAULT_KEY, Description
 from actorsnap.interop.formats.numpy_pickles import real
-from actorsnap.interop.formats.torch_pickles import TorchUnpickler
+from actorsnap.interop.formats.torch_pickles import TorchUnpickler, is_allowed
 from actorsnap.state import objects
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.tensors import DTYPE_NAMES, tensor_type
@@ -49,11 +49,13 @@ class Ghosts:
     Attributes:
         file: Path of the file for ``torch.load``, for messages. Of an object store: its name alone.
             Empty: ``torch.load`` does not read it.
+        refuses_each: An object that needs permission is refused alone, not the whole pickle.
         found: By key, in order of appearance.
     """
 
-    def __init__(self, file: str = "") -> None:
+    def __init__(self, file: str = "", *, refuses_each: bool = False) -> None:
         self.file = file
+        self.refuses_each = refuses_each
         self.found: dict[str, SavedStorage] = {}
         self._held: dict[str, Any] = {}
         self._by_memory: dict[int, SavedStorage] = {}
@@ -117,7 +119,7 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
         unpickler = _AnyUnpickler(file, encoding="utf-8")
         unpickler.persistent_load = ghosts.load
     else:
-        unpickler = TorchUnpickler(file, ghosts.load)
+        unpickler = TorchUnpickler(file, ghosts.load, omits=ghosts.refuses_each)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of typed storages
@@ -125,12 +127,7 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
     except WholeModule as error:
         raise _whole_module(error.kind, key, ghosts.file, is_all=error.is_all) from error
     except Refusal as error:
-        name = error.name
-        by_name = f"{name} by torch.serialization.add_safe_globals, or everything by "
-        raise UsageError(
-            f"{key}: {text_of(error)}. Its pickle was not executed. If you trust the file, allow "
-            f"{by_name if name else 'that by '}options=Options(allow_pickle=True)"
-        ) from error
+        raise _not_executed(key, error) from error
     except NotImplementedError as error:
         raise UsageError(
             f"{key} has a tensor that cannot be read without loading it "
@@ -146,6 +143,15 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
         ) from error
     except Exception as error:
         raise _damaged(key, error) from error
+
+
+def _not_executed(place: str, refusal: Refusal) -> UsageError:
+    name = refusal.name
+    by_name = f"{name} by torch.serialization.add_safe_globals, or everything by "
+    return UsageError(
+        f"{place}: {text_of(refusal)}. Its pickle was not executed. If you trust the file, allow "
+        f"{by_name if name else 'that by '}options=Options(allow_pickle=True)"
+    )
 
 
 def _whole_module(kind: type, key: str, file: str, *, is_all: bool) -> UsageError:
@@ -243,6 +249,21 @@ class _Dense(msgspec.Struct, frozen=True, eq=False):
         return (self.start, self.stop) == (start, stop) and self.tensor.is_contiguous()
 
 
+class _TensorInside(Exception):
+    """An object holds a tensor."""
+
+
+class _PartsPickler(pickle.Pickler):
+    """Raises ``Refusal`` or ``_TensorInside`` for a part of an object that cannot be read."""
+
+    def reducer_override(self, part: Any) -> Any:
+        if isinstance(part, Omitted):
+            raise part.refusal
+        if isinstance(part, torch.Tensor | torch.UntypedStorage | torch.TypedStorage):
+            raise _TensorInside
+        return NotImplemented
+
+
 class StateDescriber:
     """Describes a saved state. Tensors that overlap share their bytes, as in ``docs/format.md``.
 
@@ -275,7 +296,7 @@ class StateDescriber:
         """Adds states by path. Call it once.
 
         Raises:
-            UsageError: A leaf is neither a tensor nor a plain value. Names it.
+            UsageError: A tensor cannot be read without loading the file. Names it.
             FormatError: A tensor is not in its storage.
         """
         leaves: list[tuple[str, object]] = []
@@ -296,9 +317,42 @@ class StateDescriber:
                 attributes = objects.encode_inline(value.metadata, path)
                 self._description.container(path, value.type, attributes=attributes)
             else:
-                self._description.value(
-                    path, real(value), allow_pickle=self._allow_pickle, replicated=self._replicated
-                )
+                try:
+                    self._add_value(path, value)
+                except UsageError as error:
+                    if not self._ghosts.refuses_each:
+                        raise
+                    self._description.refused(path, error)
+
+    def _add_value(self, path: str, value: object) -> None:
+        """Raises ``UsageError`` for an object that nobody allowed, or with a tensor inside."""
+        allow = self._allow_pickle
+        if isinstance(value, Omitted):
+            raise self._not_executed(path, value.refusal)
+        if not allow and is_allowed(type(value)):
+            self._check_parts(path, value)
+            allow = True
+        try:
+            self._description.value(
+                path, real(value), allow_pickle=allow, replicated=self._replicated
+            )
+        except UsageError as error:
+            inner = error.__cause__
+            if isinstance(inner, objects.NotInline) and isinstance(inner.value, Omitted):
+                raise self._not_executed(path, inner.value.refusal) from error
+            raise
+
+    def _check_parts(self, path: str, value: object) -> None:
+        """Checks an object whose class the program allowed."""
+        try:
+            _PartsPickler(BytesIO(), protocol=5).dump(value)
+        except Refusal as refusal:
+            raise self._not_executed(path, refusal) from refusal
+        except _TensorInside as error:
+            raise self._tensors_inside(f"{path!r} ({type(value).__qualname__})") from error
+
+    def _not_executed(self, path: str, refusal: Refusal) -> UsageError:
+        return _not_executed(f"{self._key}, {path!r}", refusal)
 
     def _dense_of(self, path: str, tensor: torch.Tensor) -> list[tuple[str, object]]:
         """Returns a dense tensor; or a composite, and its parts."""
@@ -368,10 +422,12 @@ class StateDescriber:
                     objects.encode_inline(value, path)
                 except objects.NotInline as error:
                     odd.append(f"{path!r} ({error.kind})")
-        raise UsageError(
-            f"{self._key}: there are tensors inside of {' or '.join(odd[:5])}, which cannot be "
-            "read without loading the file: load it with torch.load, and save these tensors in "
-            "dicts or lists"
+        raise self._tensors_inside(" or ".join(odd[:5]))
+
+    def _tensors_inside(self, what: str) -> UsageError:
+        return UsageError(
+            f"{self._key}: there are tensors inside of {what}, which cannot be read without "
+            "loading the file: load it with torch.load, and save these tensors in dicts or lists"
         )
 
     def _tensor_entries(self) -> dict[str, list[Entry]]:

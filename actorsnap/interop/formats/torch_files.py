@@ -86,7 +86,7 @@ async def read(place: Place) -> Foreign | None:
         key, head = _NAME, await place.get(_NAME, 0, min(info.size, 512))
     await place.find(key)
     if head.startswith(ZIP_MAGIC) and _PICKLE.encode() in head[:256]:
-        saved = await read_zip(place, key, allow_pickle=place.allow_pickle)
+        saved = await read_zip(place, key, allow_pickle=place.allow_pickle, refuses_each=True)
     elif is_legacy_file(head):
         saved = await _read_legacy(place, key)
     elif place.file:
@@ -212,8 +212,13 @@ def _inner(value: Any) -> Sequence[Any]:
     return [*value.values()] if isinstance(value, dict) else value
 
 
-async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
+async def read_zip(
+    place: Place, key: str, *, allow_pickle: bool, refuses_each: bool = False
+) -> SavedFile:
     """Reads a zip file that ``Place.find`` has found, all but its tensors.
+
+    Args:
+        refuses_each: See ``Ghosts``.
 
     Raises:
         UsageError: It needs something that is not allowed. Names it.
@@ -227,7 +232,7 @@ async def read_zip(place: Place, key: str, *, allow_pickle: bool) -> SavedFile:
         return data
 
     archive = await answered(read_archive(size, key), read)
-    ghosts = Ghosts(place.path_of(key))
+    ghosts = Ghosts(place.path_of(key), refuses_each=refuses_each)
     state = await place.run_blocking(
         partial(unpickle, BytesIO(archive.pickle), ghosts, key, allow_pickle=allow_pickle)
     )
@@ -269,7 +274,7 @@ async def _read_legacy(place: Place, key: str) -> SavedFile:
     while True:
         stop = min(size, max(_FIRST_BYTES, min(8 * len(data), _MAX_PICKLES_BYTES)))
         data += await place.get(key, len(data), stop)
-        file, ghosts = BytesIO(data), Ghosts(place.path_of(key))
+        file, ghosts = BytesIO(data), Ghosts(place.path_of(key), refuses_each=True)
         try:
             state, starts = await place.run_blocking(
                 _parse_legacy, file, ghosts, key, size, place.allow_pickle

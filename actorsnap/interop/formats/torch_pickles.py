@@ -20,7 +20,12 @@ from typing import Any, ClassVar, Final
 import torch
 from torch import _weights_only_unpickler
 
-from actorsnap.interop.formats.checked_pickles import CheckedUnpickler, Refusal, WholeModule
+from actorsnap.interop.formats.checked_pickles import (
+    CheckedUnpickler,
+    Omitted,
+    Refusal,
+    WholeModule,
+)
 from actorsnap.interop.formats.numpy_pickles import STAND_INS, STATEFUL
 
 _OPCODES: Final = (
@@ -47,15 +52,29 @@ _NEW_OPCODES: Final = (
 class TorchUnpickler(CheckedUnpickler):
     """Reads the next pickle in ``file``.
 
-    ``load`` raises ``Refusal`` for what the caller may allow, and any exception if the pickle is
-    damaged.
+    With ``omits``, a value that needs an unknown global is ``Omitted``. ``load`` raises
+    ``Refusal`` for what the caller may allow, and any exception if the pickle is damaged.
     """
 
     dispatch: ClassVar = {code[0]: CheckedUnpickler.dispatch[code[0]] for code in _OPCODES}
 
-    def __init__(self, file: BytesIO, persistent_load: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, file: BytesIO, persistent_load: Callable[[Any], Any], *, omits: bool = False
+    ) -> None:
         super().__init__(file, encoding="utf-8")
         self.persistent_load = persistent_load
+        self._omits = omits
+        self._omitted: Refusal | None = None
+
+    def load(self) -> Any:
+        try:
+            return super().load()
+        except Refusal:
+            raise
+        except Exception as error:
+            if self._omitted is not None:  # a tensor, for example, that cannot be made without it
+                raise self._omitted from error
+            raise
 
     def find_class(self, module: str, name: str) -> Any:
         module, name = NAME_MAPPING.get((module, name), (IMPORT_MAPPING.get(module, module), name))
@@ -70,7 +89,11 @@ class TorchUnpickler(CheckedUnpickler):
             if place in known:
                 return known[place]
         why = f"its pickle needs {place:.200}, which plain tensors and values do not need"
-        raise Refusal(why, name="" if is_blocked else place[:200])
+        refusal = Refusal(why, name="" if is_blocked else place[:200])
+        if is_blocked or not self._omits:
+            raise refusal
+        self._omitted = self._omitted or refusal
+        return Omitted(refusal)
 
     def _load_newobj(self) -> None:
         arguments = self.stack.pop()
@@ -88,6 +111,8 @@ class TorchUnpickler(CheckedUnpickler):
         if type(arguments) is not tuple:
             raise pickle.UnpicklingError("it calls a function without a tuple of arguments")
         self._spend_on(arguments)
+        if type(function) is Omitted:
+            return Omitted(function.refusal)
         if _is_in(function, _METHODS):
             return function(self, *arguments)
         if id(function) in _CALLED or _is_in(function, _allowed()):
@@ -105,6 +130,8 @@ class TorchUnpickler(CheckedUnpickler):
         state: Any = self.stack.pop()
         target: Any = self.stack[-1]
         kind = type(target)
+        if kind is Omitted:
+            return
         if isinstance(state, tuple):
             self._spend_on(state)
         if kind is torch.Tensor:
@@ -122,6 +149,16 @@ class TorchUnpickler(CheckedUnpickler):
             _set_state(target, state)
         else:
             raise pickle.UnpicklingError(f"it sets the state of a {kind.__name__}")
+
+    @staticmethod
+    def _check_list(target: object) -> None:
+        if type(target) is not Omitted:
+            CheckedUnpickler._check_list(target)
+
+    @staticmethod
+    def _check_dict(target: object) -> None:
+        if type(target) is not Omitted:
+            CheckedUnpickler._check_dict(target)
 
     def _set(self, items: Any = ()) -> set[Any]:
         self.check_keys(_checked(items, list, tuple, set))
@@ -168,6 +205,11 @@ def _allowed() -> Mapping[str, Any]:
     """Returns what the program allowed by ``torch.serialization.add_safe_globals``."""
     allowed: Mapping[str, Any] = _weights_only_unpickler._get_user_allowed_globals()
     return allowed
+
+
+def is_allowed(kind: type) -> bool:
+    """Whether the program allowed objects of a class."""
+    return _is_in(kind, _allowed())
 
 
 def _is_in(value: object, known: Mapping[str, Any]) -> bool:
