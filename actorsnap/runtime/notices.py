@@ -280,7 +280,8 @@ class SlurmNotices:
     job, use ``notices.signals``.
 
     Args:
-        before_s: Time between the notice and the end, in seconds: the number in ``--signal``.
+        before_s: Time between the notice and the end, in seconds: the number in ``--signal``, minus
+            the time that the launcher and the batch script need at the end.
     """
 
     def __init__(self, *, before_s: float = 120.0) -> None:

@@ -318,14 +318,21 @@ def _restore(
     note(Work.LOAD)
     if not strict and not report.is_complete and not compared.num_restored:
         logger.warning(
-            "%s: nothing was restored, because no leaf of the snapshot fits the app state. "
-            "Missing: %s. The snapshot has: %s. If only the names differ, pass rename=",
+            "%s: nothing was restored, because no leaf of the snapshot fits the app state. %s",
             label_of(source.location.log_url, rounds.team),
-            _few(report.missing),
-            _few(report.unexpected) or _few(compared.keys),
+            _explain_nothing(report, compared.keys),
         )
     yield from rounds.arrive()
     return report
+
+
+def _explain_nothing(report: RestoreReport, keys: Sequence[str]) -> str:
+    if not report.missing:
+        return f"Mismatched: {_few(report.mismatched)}"
+    return (
+        f"Missing: {_few(report.missing)}. The snapshot has: "
+        f"{_few(report.unexpected) or _few(keys)}. If only the names differ, pass rename="
+    )
 
 
 def _amount_of(reads: RestoreReads) -> Amount:

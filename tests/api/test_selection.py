@@ -269,6 +269,9 @@ def test_a_restore_that_finds_nothing_warns(
     Snapshot(tmp_path).restore({"at": StateDict(step=0), "model": linear(0)}, strict=False)
     Snapshot(tmp_path).restore({"state_dict": linear(0)}, strict=False)
     assert not caplog.text
+    Snapshot(tmp_path).restore({"state_dict": torch.nn.Linear(7, 9)}, strict=False)
+    assert "Mismatched: state_dict/" in caplog.text
+    assert "Missing" not in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.complex64])
