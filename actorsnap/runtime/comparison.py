@@ -22,6 +22,7 @@ from actorsnap.format.manifest import (
 )
 from actorsnap.options import Options
 from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, Wants
+from actorsnap.planning.renaming import Rename
 from actorsnap.planning.shared_reads import ReadInterest
 from actorsnap.protocol.restore import Comparison
 from actorsnap.runtime.location import AppState
@@ -174,6 +175,7 @@ def compare(
     rank: int,
     options: Options,
     casts: bool = False,
+    rename: Rename | None = None,
 ) -> Compared:
     """Compares an app state with a snapshot.
 
@@ -181,12 +183,13 @@ def compare(
         index: As seen by ``rank``.
         states: In load order.
         casts: See ``match_key``.
+        rename: What changed the paths of ``index``, for hints.
 
     Raises:
         UsageError, FormatError, MemoryError: See ``prepare``.
     """
     index = with_numbered_states(index, app_state)
-    comparer = _Comparer(index, app_state, states, rank, options, casts)
+    comparer = _Comparer(index, app_state, states, rank, options, casts, rename)
     for key in states:
         comparer.compare(key)
     comparer.leave_out_states()
@@ -202,6 +205,7 @@ class _Comparer:
     rank: int
     options: Options
     casts: bool
+    rename: Rename | None
 
     def __post_init__(self) -> None:
         index, app_state, states, options = self.index, self.app_state, self.states, self.options
@@ -366,21 +370,41 @@ class _Comparer:
         """Returns the keys that the snapshot has instead, and how to restore from one."""
         others = sorted(self._entries.keys() - self._states.keys())
         text = f"the snapshot has no key {key!r}"
-        shown = others or sorted(self._entries)
+        pairs = self.rename.items() if isinstance(self.rename, Mapping) else ()
+        for old, new in pairs:
+            if new.startswith(f"{escape(key)}."):
+                right = f"{escape(key)}/{new[len(escape(key)) + 1 :]}"
+                return f"{text}; a slash follows a key: write { {old: right} } in rename="
+        alike = self._with_names_of(key, others) or others
+        near = (
+            get_close_matches(key, alike, n=1)
+            or [other for other in alike if key in other or (len(other) > 2 and other in key)]
+            or (alike if alike is not others else [])
+        )[:1]
+        shown = near + [each for each in others or sorted(self._entries) if each not in near]
         has = f"it has {', '.join(map(repr, shown[:5])) or 'none'}{', ...' if shown[5:] else ''}"
-        near = get_close_matches(key, others, n=1) or [
-            other for other in others if key in other or (len(other) > 2 and other in key)
-        ]
         if near:
-            hint = did_you_mean(key, others) or f"{has}."
+            hint = did_you_mean(key, near) or f"{has}."
+            origin = next((old for old, new in pairs if new == escape(near[0])), escape(near[0]))
             return (
                 f"{text}; {hint} To restore from another key, pass "
-                f"rename={ {escape(near[0]): escape(key)} } to Snapshot.restore"
+                f"rename={ {origin: escape(key)} } to Snapshot.restore"
             )
         found = [each for each in self.app_state if each in self._entries]
         if not found:
             return f"{text}; {has}"
         return f"{text}; {has}. To leave it as it is, pass keys={found} to Snapshot.restore"
+
+    def _with_names_of(self, key: str, others: Iterable[str]) -> list[str]:
+        """Returns the keys whose state has the names that the state of ``key`` has."""
+        names = {escape(name) for name in self._states[key]}
+
+        def has_them(other: str) -> bool:
+            below = len(escape(other)) + 1
+            paths = [entry.path[below:] for entry in self._entries[other]]
+            return names <= {path.partition("/")[0].partition("@")[0] for path in paths}
+
+        return [other for other in others if has_them(other)] if names else []
 
     def _explain_private(self, key: str, paths: Sequence[str]) -> list[str]:
         """Returns a line per set of ranks with wanted private leaves."""

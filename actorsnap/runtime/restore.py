@@ -413,6 +413,7 @@ def _compare(
         rank=rounds.rank,
         options=source.options,
         casts=call.cast,
+        rename=call.rename,
     )
     if call.rename is not None and compared.has_unexpected:
         compared.name_as_stored(origins_of(stored, call.rename))

@@ -878,12 +878,49 @@ def test_misspelt_keys_of_an_app_state(saved: Path) -> None:
     assert list(caught.value.hints) == [
         "the snapshot has no key 'modle'; did you mean 'model'? To restore from another key, pass "
         "rename={'model': 'modle'} to Snapshot.restore",
-        "the snapshot has no key 'unlike'; it has 'model', 'progress'. To leave it as it is, pass "
-        "keys=['optimizer'] to Snapshot.restore",
+        "the snapshot has no key 'unlike'; it has 'progress', 'model'. To restore from another key, "
+        "pass rename={'progress': 'unlike'} to Snapshot.restore",
     ]
     assert "other names, rename= of Snapshot.restore maps them" in str(caught.value)
     assert all(str(caught.value).count(hint) == 1 for hint in caught.value.hints)
     assert not notes_of(caught.value)  # which a traceback prints as well
+
+
+def test_a_key_with_the_same_names_is_suggested(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    others = {name: 1 for name in ("args", "best", "epoch", "model_size", "rng", "sched")}
+    torch.save({**others, "state_dict": model.state_dict()}, tmp_path / "old.pt")
+    with pytest.raises(IncompatibleState) as caught:
+        sync.Snapshot(tmp_path / "old.pt").restore({"model": torch.nn.Linear(3, 2)})
+    assert list(caught.value.hints) == [
+        "the snapshot has no key 'model'; it has 'state_dict', 'args', 'best', 'epoch', "
+        "'model_size', .... To restore from another key, pass rename={'state_dict': 'model'} to "
+        "Snapshot.restore"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rename", "right"),
+    [
+        ({"model/encoder": "det.trunk"}, {"model/encoder": "det/trunk"}),
+        ({"model/encoder.": "det.trunk."}, {"model/encoder.": "det/trunk."}),
+        ({"model/encoder": "deet"}, {"model/encoder": "det"}),
+    ],
+)
+def test_a_rename_to_no_key_of_the_app_state(
+    tmp_path: Path, rename: dict[str, str], right: dict[str, str]
+) -> None:
+    encoder, trunk = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    saved = torch.nn.ModuleDict({"encoder": encoder, "head": torch.nn.Linear(2, 1)})
+    sync.Snapshot.take(tmp_path / "s", {"model": saved})
+    is_whole = "det" in right.values()
+    det = trunk if is_whole else torch.nn.ModuleDict({"trunk": trunk})
+    snapshot = sync.Snapshot(tmp_path / "s")
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"det": det}, rename=rename)
+    assert str(right) in caught.value.hints[0]
+    snapshot.restore({"det": det}, rename=right)
+    assert torch.equal(trunk.weight, encoder.weight)
 
 
 def test_a_key_of_an_old_file(tmp_path: Path) -> None:
@@ -893,7 +930,7 @@ def test_a_key_of_an_old_file(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleState) as caught:
         snapshot.restore({"model": torch.nn.Linear(3, 2)})
     assert list(caught.value.hints) == [
-        "the snapshot has no key 'model'; it has 'epoch', 'model_state_dict'. To restore from "
+        "the snapshot has no key 'model'; it has 'model_state_dict', 'epoch'. To restore from "
         "another key, pass rename={'model_state_dict': 'model'} to Snapshot.restore"
     ]
     with pytest.raises(IncompatibleState) as caught:
