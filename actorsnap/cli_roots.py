@@ -59,8 +59,16 @@ KeepOption = Annotated[
     list[str] | None, typer.Option("--keep", metavar="POLICY", help=_POLICY_HELP)
 ]
 MinValidOption = Annotated[
-    int, typer.Option("--min-valid", min=1, help="Minimum number of verified snapshots to keep.")
+    int,
+    typer.Option(
+        "--min-valid",
+        min=1,
+        help="Minimum number of steps to keep whose objects all exist, with the right sizes. If "
+        "there are fewer, nothing is deleted.",
+    ),
 ]
+
+_VERIFIED = re.compile("^(newest|one of [0-9]+|only [0-9]+ of [0-9]+) verified$")
 
 
 def register(app: typer.Typer) -> None:
@@ -83,13 +91,14 @@ def steps(
         int | None,
         typer.Option("--min-valid", min=1, help="As for prune. Needs --keep. Default: 2."),
     ] = None,
+    full: Annotated[bool, typer.Option("--full", help="As for prune. Needs --keep.")] = False,
     as_json: JsonOption = False,
     option: StorageOption = None,
 ) -> None:
     """List the steps of a run. With --keep, show which steps would stay, and why."""
     with errors():
-        if min_valid is not None and not keep:
-            raise UsageError("--min-valid needs --keep")
+        if not keep and (full or min_valid is not None):
+            raise UsageError(f"{'--full' if full else '--min-valid'} needs --keep")
         policy = parse_policies(keep) if keep else None
         with _opened(root, option) as opened:
             # A newer release may mean more by a step: no policy judges this run.
@@ -101,7 +110,11 @@ def steps(
                 _require_committed(infos, opened)
             if policy is not None:
                 _require_metrics(infos, policy)
-            judged = None if policy is None else run(_judge(opened, policy, min_valid or 2))
+            judged = None
+            if policy is not None:
+                level = "full" if full else "quick"
+                keeper = Keeper(opened, policy, min_valid or 2, level=level)
+                judged = run(_judge(keeper, opened, policy))
             verdicts = {} if judged is None else judged.verdicts
             # What cannot be read may be committed.
             shown = [info for info in infos if all or info.state in ("committed", "not readable")]
@@ -128,6 +141,12 @@ def prune(
     root: RootArgument,
     keep: KeepOption = None,
     min_valid: MinValidOption = 2,
+    full: Annotated[
+        bool,
+        typer.Option(
+            "--full", help="For --min-valid, verify all checksums. Without it: sizes only."
+        ),
+    ] = False,
     yes: Annotated[
         bool,
         typer.Option("--yes", "-y", help="Delete. Without --yes, only list the steps to delete."),
@@ -146,14 +165,16 @@ def prune(
             if {info.state for info in infos} == {"unfinished"}:
                 _require_committed(infos, opened)
             _require_metrics(infos, policy)
-            plan = run(_judge(opened, policy, min_valid))
+            keeper = Keeper(opened, policy, min_valid, level="full" if full else "quick")
+            plan = run(_judge(keeper, opened, policy))
             sizes = run(_measure(opened, plan.doomed))
             done = plan
             if yes:
                 # A job may save meanwhile: what was not measured stays.
                 policy = policy | _KeepOthers(frozenset(plan.doomed))
-                done = run(_judge(opened, policy, min_valid, is_dry=False))
-            kept = {} if done is plan else _kept(plan, done)
+                done = run(_judge(keeper, opened, policy, is_dry=False))
+            kept = {name: f"damaged: {why}" for name, why in keeper.damaged.items()}
+            kept |= {} if done is plan else _kept(plan, done)
         if as_json:
             output.print_json(
                 {
@@ -171,7 +192,13 @@ def prune(
                 [what, opened.url_of(name), _size_text(sizes.get(name))] for name in done.doomed
             )
             sys.stdout.flush()
-            _summarize(done, sizes, is_dry=not yes)
+            if plan.doomed:
+                _summarize(done, sizes, is_dry=not yes)
+            else:
+                words = ["actorsnap", "steps", output.one_line(root)]
+                words += [word for each in keep for word in ("--keep", each)]
+                words += ["--min-valid", str(min_valid)] * (min_valid != 2) + ["--full"] * full
+                err.print(f"nothing to delete; `{quote(shlex.join(words))}` shows why")
         for name, why in kept.items():
             err.print(f"kept {quote(output.visible(f'{name}: {why}'))}")
         if done.is_superseded:
@@ -422,15 +449,19 @@ def _kept(plan: _Outcome, done: _Outcome) -> dict[StepName, str]:
 
 
 def _judge(
-    root: Root, policy: KeepPolicy, min_valid: int, *, is_dry: bool = True
+    keeper: Keeper, root: Root, policy: KeepPolicy, *, is_dry: bool = True
 ) -> Script[_Outcome]:
     """Judges the steps of the current run and, unless ``is_dry``, deletes what goes."""
     listing = yield from root.source.perform("list", root.look)
-    keeper = Keeper(root, policy, min_valid)
+    keeper.end_run()  # of the pass before: this one is under the newest generation
     keeper.generation = listing.newest_generation
-    verdicts, result = yield lambda _: keeper.run_pass(None, dry_run=is_dry)
-    found = {verdict.name: (verdict.keeps, verdict.reasons) for verdict in verdicts}
-    found |= {name: (True, (f"damaged: {why}",)) for name, why in keeper.damaged.items()}
+    verdicts, result = yield lambda _: keeper.run_pass(policy, dry_run=is_dry)
+    checked = r"\g<0>" if keeper.level == "full" else r"\g<0> (sizes)"
+    found = {
+        verdict.name: (verdict.keeps, [_VERIFIED.sub(checked, why) for why in verdict.reasons])
+        for verdict in verdicts
+    }
+    found |= {name: (True, [f"damaged: {why}"]) for name, why in keeper.damaged.items()}
 
     async def look(opened: OpenSource) -> dict[StepName, str]:
         spared = {name: ", ".join(map(str, pins)) for name, pins in result.spared.items()}
@@ -579,10 +610,8 @@ def _summarize(done: _Outcome, sizes: Mapping[StepName, int], *, is_dry: bool) -
     number = output.count_of(len(done.doomed), "step", "steps")
     if not is_dry:
         err.print(f"deleted {number}, {total}")
-    elif done.doomed:
-        err.print(f"{number}, {total}; --yes deletes")
     else:
-        err.print("nothing to delete")
+        err.print(f"{number}, {total}; --yes deletes")
 
 
 def _step_json(info: StepInfo) -> dict[str, Any]:

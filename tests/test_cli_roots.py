@@ -22,7 +22,7 @@ from actorsnap import AccessDenied, StateDict, UsageError, cli, cli_deletion, cl
 from actorsnap.cli_policies import parse_policies
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit, encode_commit
 from actorsnap.format.steps import DeleteIntent, StepName, encode_record, intent_key
-from actorsnap.manager import every, keep, looking
+from actorsnap.manager import every, keep, keeper, looking
 from actorsnap.manager.sync import CheckpointManager
 from actorsnap.planning.keeping import KeepPolicy
 from actorsnap.runtime.deletion import Deleter
@@ -108,7 +108,7 @@ def test_steps_says_why(root: Path) -> None:
         "goes: no policy keeps it",
         "stays: best loss (min): 1",
         "goes: no policy keeps it",
-        "stays: last 1, newest, newest verified, one of 1 verified",
+        "stays: last 1, newest, newest verified (sizes), one of 1 verified (sizes)",
     ]
     assert len(names(root)) == 4
 
@@ -388,7 +388,7 @@ def test_min_valid_without_a_policy(root: Path) -> None:
     assert (ended.code, ended.out) == (2, "")
     assert "--min-valid needs --keep" in ended.err
     row = run("steps", root, "--keep", "last:1").rows[2]
-    assert row[5] == "stays: one of 2 verified"  # by default
+    assert row[5] == "stays: one of 2 verified (sizes)"  # by default
 
 
 def test_steps_as_json(root: Path) -> None:
@@ -403,7 +403,7 @@ def test_steps_as_json(root: Path) -> None:
         (name(300), "abandoned", True),
         (name(200, 2), "committed", True),
     ]
-    assert found[1]["reasons"] == ["restored from", "one of 2 verified"][::-1]
+    assert found[1]["reasons"] == ["restored from", "one of 2 verified (sizes)"][::-1]
     assert found[4]["metrics"] == {"loss": "nan"}
     assert found[0] == {
         "step": 0,
@@ -778,6 +778,60 @@ def test_prune(root: Path) -> None:
     assert not [*root.glob(".manager/deleting/*")]
     again = run("prune", root, "--keep", "last:1", "--keep", "best:loss:min", "--yes")
     assert (again.code, again.out) == (0, "")
+
+
+def flip_a_byte(root: Path, which: str) -> None:
+    (file,) = (root / which).glob("*/data/**/*.safetensors")
+    data = file.read_bytes()
+    file.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+
+
+def test_prune_compares_bytes_if_full(root: Path) -> None:
+    for step in (200, 300):
+        flip_a_byte(root, name(step))
+    policy = ["--keep", "last:1"]
+    # Two of four are whole: nothing older may go.
+    ended = run("prune", root, *policy, "--full", "--yes")
+    assert (ended.code, ended.out) == (0, "")
+    for step in (200, 300):
+        assert f"kept {name(step)}: damaged: " in ended.err
+    assert len(names(root)) == 4
+
+    ended = run("prune", root, *policy, "--min-valid", 1, "--full", "--yes")
+    assert (ended.code, names(root)) == (0, [name(100), name(200), name(300)])
+    (row,) = [row for row in run("steps", root, *policy, "--full").rows if row[0] == name(100)]
+    assert row[-1].endswith("newest, newest verified, one of 2 verified, only 1 of 2 verified")
+
+
+@pytest.mark.parametrize("more", [[], ["--yes"]])
+def test_prune_names_the_command_that_shows_why(root: Path, more: list[str]) -> None:
+    policy = ["--keep", "last:3", "--keep", "every:100", "--min-valid", "3"]
+    ended = run("prune", root, *policy, *more)
+    command = f"actorsnap steps {root} {' '.join(policy)}"
+    assert (ended.code, ended.out) == (0, "")
+    assert ended.err == f"nothing to delete; `{command}` shows why\n"
+    assert run(*command.split()[1:]).code == 0
+
+
+def test_prune_deletes_nothing_if_too_few_steps_are_whole(root: Path) -> None:
+    for step in (100, 200, 300):
+        flip_a_byte(root, name(step))
+    ended = run("prune", root, "--keep", "last:1", "--full", "--yes")
+    assert (ended.code, ended.out, len(names(root))) == (0, "", 4)
+
+
+def test_prune_reads_each_step_once(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[str] = []
+    find = keeper.find_damage
+
+    def note(root: Root, name: StepName, level: str, **more: Any) -> Any:
+        looked.append(level)
+        return find(root, name, level, **more)
+
+    monkeypatch.setattr(keeper, "find_damage", note)
+    run("prune", root, "--keep", "last:1", "--full", "--yes")
+    assert looked == ["full", "full"]
+    assert names(root) == [name(200), name(300)]
 
 
 @pytest.mark.parametrize("command", [["steps"], ["prune", "--yes"], ["prune"]])

@@ -236,6 +236,7 @@ class Keeper:
     """Verifies what was saved, then deletes what the policy gives up. On rank 0.
 
     Attributes:
+        level: ``"quick"`` or ``"full"``: the check of the steps that count as verified.
         num_left: Number of steps that a pass had no time to delete, although no policy keeps them.
         failed: Those that it could not delete, with the reasons.
         failed_pass: Why the last pass deleted nothing.
@@ -244,9 +245,16 @@ class Keeper:
     """
 
     def __init__(
-        self, root: Root, policy: KeepPolicy, min_valid: int, events: EventBoard | None = None
+        self,
+        root: Root,
+        policy: KeepPolicy,
+        min_valid: int,
+        events: EventBoard | None = None,
+        *,
+        level: str = "quick",
     ) -> None:
         self._events = events or EventBoard()
+        self.level = level
         self._root = root
         self._policy = policy
         self._min_valid = min_valid
@@ -646,7 +654,7 @@ class Keeper:
             if missing == 0:
                 break
             if stored.name not in self._valid:
-                look = find_damage(self._root, stored.name, "quick")
+                look = find_damage(self._root, stored.name, self.level)
                 try:
                     problems = await run_on_loop(Host.get(), look)
                 except StorageError as error:
