@@ -768,8 +768,9 @@ class Snapshot(SnapshotHandle):
 
         Args:
             path: A folder, in any storage.
-            key: The model's key in the app state, or a path below it (``"train/model"``). None:
-                ``"model"``; the report then lists the other keys in ``left_out``.
+            key: The model's key in the app state, or a path below it (``"train/model"``,
+                ``"model/encoder"``). None: ``"model"``; the report then lists the other keys in
+                ``left_out``.
             rename: See ``restore``. Applied before ``key`` is looked up.
             dtype: Floating-point dtype of 16 to 64 bits, such as ``torch.bfloat16`` or
                 ``"bfloat16"``. Tensors of other such dtypes are converted to it.

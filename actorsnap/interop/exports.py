@@ -45,7 +45,7 @@ from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry
 from actorsnap.planning.renaming import Rename, function_of
 from actorsnap.planning.shards import Shard, Shards
 from actorsnap.runtime.bars import Amount, shown
-from actorsnap.runtime.export_selection import below, readable
+from actorsnap.runtime.export_selection import below, is_in_layer, readable
 from actorsnap.runtime.exporting import (
     Body,
     Exporter,
@@ -343,6 +343,10 @@ async def _state(opened: OpenSource, call: _Call, *, keeps_shards: bool) -> tupl
         entries += [entry for entry in new if entry.path not in known]
     if key is not None:
         first = indexes[0][0]
+        if entries and all(is_in_layer(entry.path, key) for entry in entries):
+            below_key = [f"{key}/{entry.path[len(key) + 1 :]}" for entry in entries]
+            pairs = zip(entries, below_key, strict=True)
+            entries = [msgspec.structs.replace(entry, path=path) for entry, path in pairs]
         root = resolve(entries or first.entries, key, first.held_by_other_ranks)
         return _built(root, entries), maker.count
     state = {each: _built(escape(each), own) for each, own in entries_by_key(entries).items()}

@@ -18,10 +18,11 @@ def below(path: str, key: str) -> str | None:
     """Returns the part of a path below a key: empty at the key itself, None elsewhere.
 
     Args:
-        key: Of the app state, or a path below one; as in the manifest, or as typed.
+        key: Of the app state, or a path below one; as in the manifest, or as typed. Below a key,
+            also the first part of names (``model/encoder``).
     """
     path = parent_of(path)
-    if path == key or path.startswith(f"{key}/"):
+    if path == key or path.startswith(f"{key}/") or is_in_layer(path, key):
         return path[len(key) + 1 :]
     if "%" not in path:
         return None
@@ -30,6 +31,11 @@ def below(path: str, key: str) -> str | None:
         if human("/".join(tokens[:count])) == key:
             return "/".join(tokens[count:])
     return None
+
+
+def is_in_layer(path: str, key: str) -> bool:
+    """Whether a path goes on after a key with a dot, below a top-level key."""
+    return "/" in key and path.startswith(f"{key}.")
 
 
 async def readable(

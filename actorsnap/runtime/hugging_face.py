@@ -109,6 +109,11 @@ def export_hf(
 ) -> Script[ExportReport]:
     call.check()
     check_flag("progress", progress)
+    if to.display_url.endswith(".safetensors"):
+        raise UsageError(
+            f"{to.display_url!r} is the name of a file, and an export for Hugging Face is a folder "
+            f"with a file {SINGLE}: name the folder, such as 'hf'"
+        )
     exporters: list[Exporter] = []
 
     async def step(host: Host) -> ExportReport:

@@ -196,6 +196,13 @@ async def test_bad_arguments(tmp_path: Path, bad: dict[str, Any]) -> None:
         await snapshot.export_hf(tmp_path / "hf", **bad)
 
 
+async def test_the_destination_is_a_folder(tmp_path: Path) -> None:
+    await Snapshot.take(tmp_path / "s", {"model": Net()})
+    with pytest.raises(UsageError, match="is the name of a file.*name the folder"):
+        await Snapshot(tmp_path / "s").export_hf(tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
+
+
 async def test_what_is_there(tmp_path: Path) -> None:
     """Other files stay; an older export is refused, or replaced as a whole."""
     net = Net()

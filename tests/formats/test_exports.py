@@ -236,6 +236,22 @@ def test_only_the_refused_leaf_of_the_top_level_is_left_out(tmp_path: Path, expo
         export(sync.Snapshot(tmp_path / "s"), tmp_path / "x")
 
 
+@pytest.mark.parametrize("export", [export_torch, export_dcp, sync.Snapshot.export_hf])
+def test_a_layer_of_a_module(tmp_path: Path, export: Any) -> None:
+    layers = {"encoder": torch.nn.Linear(2, 2), "encoder2": torch.nn.Linear(2, 2)}
+    sync.Snapshot.take(tmp_path / "s", {"model": torch.nn.ModuleDict(layers)})
+    export(sync.Snapshot(tmp_path / "s"), tmp_path / "x", key="model/encoder")
+    saved = layers["encoder"].state_dict()
+    found: Any = {name: torch.zeros_like(each) for name, each in saved.items()}
+    if export is export_torch:
+        found = torch.load(tmp_path / "x", weights_only=True)
+    elif export is export_dcp:
+        dcp_load(found, tmp_path / "x")
+    else:
+        found = load_file(tmp_path / "x" / "model.safetensors")
+    assert_same(dict(sorted(found.items())), dict(sorted(saved.items())))
+
+
 @pytest.mark.parametrize("export", [export_torch, export_dcp])
 def test_a_path_below_a_key(tmp_path: Path, export: Any) -> None:
     """As for Hugging Face: of a ``ModelState``, only the model."""
