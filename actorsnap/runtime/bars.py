@@ -16,6 +16,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, NamedTuple, Self, TextIO, TypeAlias, TypeVar
 
@@ -63,26 +64,50 @@ Look: TypeAlias = Callable[[], Sequence[Amount]]
 class Output:
     """What the calls of a save, or of a manager, draw on, one after another.
 
-    In a notebook: one output per cell.
+    In a notebook: one output per cell. Hold ``lock`` from the look at the amounts on.
     """
 
     def __init__(self) -> None:
-        self._handle: Any = None
+        self.lock = threading.Lock()
+        self._drawings: list[_Drawing] = []  # the last is that of ``_cell``
         self._cell: object = None
 
     @property
     def is_drawn(self) -> bool:
         """Whether the cell that runs now has it. Only in a notebook."""
-        return self._handle is not None and self._cell == _running_cell()
+        return bool(self._drawings) and self._cell == _running_cell()
 
-    def draw(self, bundle: dict[str, str]) -> None:
+    def draw(self, url: str, bundle: dict[str, str]) -> None:
         """Shows a drawing in the cell that runs now, in place of the earlier one."""
         if self.is_drawn:
-            self._handle.update(bundle, raw=True)
+            self._drawings[-1].change(url, bundle)
         else:
             self._cell = _running_cell()
             display = import_module("IPython.display").display
-            self._handle = display(bundle, raw=True, display_id=True)
+            handle = display(bundle, raw=True, display_id=True)
+            self._drawings.append(_Drawing(handle, contextvars.copy_context(), url, bundle))
+
+    def end(self, url: str, bundle: dict[str, str]) -> None:
+        """Shows the end of a save in all cells that show the save."""
+        for drawing in self._drawings:
+            if drawing.url == url:
+                drawing.change(url, bundle)
+        self._drawings = [d for d in self._drawings[:-1] if d.url != url] + self._drawings[-1:]
+
+
+@dataclass(slots=True)
+class _Drawing:
+    """One output of a cell. ``context`` is the cell's; ``url`` is of the save that it shows."""
+
+    handle: Any
+    context: contextvars.Context
+    url: str
+    bundle: dict[str, str]
+
+    def change(self, url: str, bundle: dict[str, str]) -> None:
+        if bundle != self.bundle:
+            self.context.run(self.handle.update, bundle, raw=True)
+        self.url, self.bundle = url, bundle
 
 
 class ByteCount:
@@ -108,6 +133,21 @@ def of_save(board: ProgressBoard) -> Look:
         )
 
     return look
+
+
+def when_ended(output: Output, look: Look, url: str) -> Callable[[object], None]:
+    """Returns a function that shows the end of a save, also if no call waits for it.
+
+    Only in a notebook: bars on a terminal go with the call that drew them.
+    """
+    if not is_in_kernel():
+        return lambda _: None
+
+    def draw() -> None:
+        with output.lock:
+            output.end(url, _bundle(_without_nothing(look()), url))
+
+    return lambda _: _in_thread(draw)
 
 
 def shown(
@@ -217,7 +257,7 @@ class Display:
             finally:
                 self._ended.set_result(None)
 
-        threading.Thread(target=run, name="actorsnap-progress", daemon=True).start()
+        _in_thread(run)
 
     def _draw_on_terminal(self) -> None:
         # Not ``sys.stderr``: if the terminal is paused, this thread would hold its lock for ever.
@@ -236,17 +276,17 @@ class Display:
         output, drawn = self._output, None
         while True:
             is_last = self._is_stopped.is_set()
-            amounts = [*self._look()]
-            if amounts != drawn and (output.is_drawn or not is_last or self._has_end):
-                output.draw(_bundle(amounts, self._name))
+            with output.lock:
+                amounts = self._look()
+                if is_last:
+                    amounts = _without_nothing(amounts)
+                is_wanted = output.is_drawn or (amounts and (not is_last or self._has_end))
+                if amounts != drawn and is_wanted:
+                    output.draw(self._url, _bundle(amounts, self._url))
             if is_last:
                 return
             drawn = amounts
             self._is_stopped.wait(_NOTEBOOK_S)
-
-    @property
-    def _name(self) -> str:
-        return self._url.rstrip("/").rpartition("/")[2]
 
     def _draw(self, terminal: TextIO) -> None:
         if self._is_stopped.wait(self._first_s) and self._first_s:
@@ -290,7 +330,7 @@ class Display:
             redirect_stderr=False,
         )
         tasks = {
-            amount.phase: bar.add_task(f"{amount.phase} {self._name}".rstrip(), total=None)
+            amount.phase: bar.add_task(f"{amount.phase} {_name(self._url)}".rstrip(), total=None)
             for amount in self._look()
         }
         with bar:
@@ -311,9 +351,10 @@ class Display:
         is_last = False
         while not is_last:
             is_last = self._is_stopped.wait(_LINE_S)
-            if is_last and not self._has_end:
+            amounts = self._look()
+            if is_last and not (self._has_end and _without_nothing(amounts)):
                 return
-            line = f"{self._url}: {', '.join(_text(amount) for amount in self._look())}"
+            line = f"{self._url}: {', '.join(_text(amount) for amount in amounts)}"
             with suppress(AttributeError, OSError, ValueError):  # no stderr, or a closed one
                 sys.stderr.write(f"{printable(line)}\n")
                 sys.stderr.flush()
@@ -332,8 +373,22 @@ def _running_cell() -> object:
     return getattr(import_module("IPython").get_ipython(), "execution_count", None)
 
 
-def _bundle(amounts: Sequence[Amount], name: str) -> dict[str, str]:
+def _in_thread(work: Callable[[], None]) -> None:
+    threading.Thread(target=work, name="actorsnap-progress", daemon=True).start()
+
+
+def _name(url: str) -> str:
+    return url.rstrip("/").rpartition("/")[2]
+
+
+def _without_nothing(amounts: Sequence[Amount]) -> Sequence[Amount]:
+    """Returns the amounts; none if nothing was begun, as in a call that was refused."""
+    return amounts if any(each.done_bytes or each.total_bytes for each in amounts) else ()
+
+
+def _bundle(amounts: Sequence[Amount], url: str) -> dict[str, str]:
     """Returns a drawing for front ends of Jupyter, by MIME type."""
+    name = _name(url)
     rows = []
     for amount in amounts:
         share = f' value="{amount.done_bytes}" max="{amount.total_bytes}"' * (

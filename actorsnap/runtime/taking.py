@@ -28,7 +28,7 @@ from actorsnap.options import Options, chunk_within
 from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.runtime import pacing
-from actorsnap.runtime.bars import Output, of_save, shown
+from actorsnap.runtime.bars import Output, of_save, shown, when_ended
 from actorsnap.runtime.host import Host, Script, wait_done
 from actorsnap.runtime.local_engine import LocalEngine
 from actorsnap.runtime.location import (
@@ -114,6 +114,8 @@ def take(call: TakeCall, *, is_async: bool) -> Script[Save]:
     else:
         save = yield from _prepare_in_team(call, is_async, team)
     save.output = (call.output or Output()) if call.progress and save.rank == 0 else None
+    if save.output is not None:
+        save.finished.add_done_callback(when_ended(save.output, of_save(save.board), save.url))
     returns_failed, is_lazy = call.returns_failed, call.stage == "lazy"
     del call
     try:

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from contextvars import ContextVar
@@ -285,20 +286,23 @@ print("rich" in sys.modules)
     assert done.stdout.strip() == "False"
 
 
+CELL = ContextVar("CELL", default=0)
+
+
 @pytest.fixture
 def outputs(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[str, str]]]:
     """The outputs of a cell, each with its drawings: display messages in the caller's context."""
     outputs: list[list[tuple[str, str]]] = []
-    cell = ContextVar("cell", default="another")
-    cell.set("this")
+    CELL.set(1)
 
     def display(bundle: dict[str, str], *, raw: bool, display_id: bool) -> Any:
         drawings: list[tuple[str, str]] = []
         outputs.append(drawings)
+        cell = CELL.get()
 
         def update(bundle: dict[str, str], *, raw: bool) -> None:
             assert raw
-            assert cell.get() == "this"
+            assert CELL.get() == cell
             drawings.append((bundle["text/plain"], bundle["text/html"]))
 
         assert display_id
@@ -350,6 +354,7 @@ def test_a_manager_in_a_notebook(
             manager.maybe_save(0)
             manager.maybe_save(1)
             manager.wait()
+            CELL.set(2)
             shell.execution_count = 2
             manager.maybe_save(2)
     first, second = [[text for text, _ in drawings] for drawings in outputs]
@@ -360,6 +365,56 @@ def test_a_manager_in_a_notebook(
     ]
     assert ends[0] in first
     assert (first[-1], second[-1]) == (ends[1], ends[2])
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_notebook_shows_the_end_of_a_save(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    outputs: list[list[tuple[str, str]]],
+    waits: bool,
+) -> None:
+    """In each cell that shows the save, and if no call waits for it."""
+    monkeypatch.setattr(bars, "_FIRST_S", 0.0)
+    shell: Any = sys.modules["IPython"].get_ipython()
+    shell.execution_count = 1
+    with faulty(throttled):
+        pending = sync.Snapshot.async_take(
+            faulty_url(tmp_path / "a"), state(), options=OPTIONS, progress=True
+        )
+        assert not pending.done()
+        CELL.set(2)
+        shell.execution_count = 2
+        if waits:
+            pending.wait()
+        end = "a staging 4.0 MiB of 4.0 MiB\na storing 4.0 MiB of 4.0 MiB"
+        deadline = time.monotonic() + 10
+        while {shown[-1][0] for shown in outputs} != {end} and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert [shown[-1][0] for shown in outputs] == [end] * (1 + waits)
+
+
+@pytest.mark.parametrize("first_s", [0.0, 60.0])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_a_refused_save_leaves_no_bar(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    outputs: list[list[tuple[str, str]]],
+    is_async: bool,
+    first_s: float,
+) -> None:
+    monkeypatch.setattr(bars, "_FIRST_S", first_s)
+    sync.Snapshot.take(tmp_path, state())
+    take = sync.Snapshot.async_take if is_async else sync.Snapshot.take
+    for _ in range(2):
+        with pytest.raises(actorsnap.ObjectExists):
+            take(tmp_path, state(), progress=True)
+        monkeypatch.setitem(sys.modules, "IPython", None)  # then with lines
+    for thread in drawing():
+        thread.join(30)
+    assert all(shown[-1] == ("", "") for shown in outputs)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_bad_flag(tmp_path: Path) -> None:
