@@ -6,6 +6,7 @@ threads.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import concurrent.futures
 import contextlib
 import copy
@@ -16,8 +17,8 @@ import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextlib import suppress
-from types import CoroutineType, TracebackType
-from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeVar, cast
+from types import CodeType, CoroutineType, TracebackType
+from typing import Any, Concatenate, NoReturn, ParamSpec, Protocol, TypeAlias, TypeVar, cast
 
 import anyio
 
@@ -449,22 +450,51 @@ def async_call(
     @functools.wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
         coroutine = cast("CoroutineType[Any, Any, T]", function(*args, **kwargs))
-        return AsyncCall(coroutine, line, missed)
+        caller = sys._getframe(2)  # of ``short_traceback``'s
+        return AsyncCall(coroutine, line, missed, (caller.f_code, caller.f_lineno))
 
     if sys.version_info >= (3, 12):
         inspect.markcoroutinefunction(call)
     return call
 
 
+_Place: TypeAlias = tuple[CodeType, int]
+"""A line of code."""
+
+_dropped: dict[tuple[int, int], tuple[_Place, int]] = {}
+"""The lines whose calls were not awaited, each with the number of these calls. Code objects count
+by identity: a notebook's cell that runs again has an equal one.
+"""
+
+
+def _is_first_at(place: _Place) -> bool:
+    code, line = place
+    _, num_calls = _dropped.get((id(code), line), (place, 0))
+    _dropped[id(code), line] = place, num_calls + 1
+    return num_calls == 0
+
+
+@atexit.register
+def _report_dropped() -> None:
+    for (code, line), num_calls in _dropped.values():
+        if num_calls > 1:
+            logger.error(
+                "%s:%d: %d more calls were never awaited", code.co_filename, line, num_calls - 1
+            )
+
+
 class AsyncCall(Coroutine[Any, Any, T]):
-    """A coroutine that logs an error if it is never awaited, in place of Python's RuntimeWarning.
-    ``send``, ``throw`` and ``close`` count as awaiting.
+    """A coroutine that logs an error if it is never awaited, in place of Python's RuntimeWarning:
+    once for each ``place`` of code. ``send``, ``throw`` and ``close`` count as awaiting.
     """
 
-    def __init__(self, coroutine: CoroutineType[Any, Any, T], line: str, missed: str) -> None:
+    def __init__(
+        self, coroutine: CoroutineType[Any, Any, T], line: str, missed: str, place: _Place
+    ) -> None:
         self._coroutine = coroutine
         self._line = line
         self._missed = missed
+        self._place = place
         self._is_awaited = False
         self._has_raised = False  # an error that says it all
         # Event loops name tasks by these.
@@ -518,7 +548,7 @@ class AsyncCall(Coroutine[Any, Any, T]):
             with suppress(Exception):  # maybe at interpreter exit
                 text = f"{self._name()} was never awaited: {self._missed}. {self._hint()}"
                 self.close()
-                if not self._has_raised:
+                if not self._has_raised and _is_first_at(self._place):
                     logger.error("%s", text)
 
     def __repr__(self) -> str:

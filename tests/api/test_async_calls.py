@@ -146,6 +146,38 @@ def test_the_line_to_write_for_a_manager(tmp_path: Path, caplog: pytest.LogCaptu
     ]
 
 
+def test_a_dropped_call_in_a_loop_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    manager = CheckpointManager(tmp_path, state(1), save=every.steps(1))
+    for step in range(3):
+        manager.maybe_save(step)  # type: ignore[unused-coroutine]
+    assert len(caplog.messages) == 1
+    manager.maybe_save(3)  # type: ignore[unused-coroutine]
+    assert len(caplog.messages) == 2
+    cell = "manager.maybe_save(4)"
+    for _ in range(2):  # a notebook compiles a cell that runs again
+        exec(compile(cell, "cell", "exec"), {"manager": manager})
+    assert len(caplog.messages) == 4
+
+
+def test_the_other_dropped_calls_are_counted_at_exit(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"""
+from actorsnap import Snapshot
+for step in range(60):
+    Snapshot({str(tmp_path / "a")!r}).keys()
+"""
+    )
+    done = subprocess.run(
+        forker.command(str(script)), capture_output=True, text=True, check=True, timeout=300
+    )
+    first, last = done.stderr.splitlines()
+    assert "was never awaited" in first
+    assert last.endswith(f"{script}:4: 59 more calls were never awaited")
+
+
 def test_no_secret_is_shown(caplog: pytest.LogCaptureFixture) -> None:
     call = Snapshot.take("s3://me:hidden@host/bucket/s", state(1))
     assert "'s3://me@host/bucket/s'" in repr(call)
