@@ -31,7 +31,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _OURS = "actorsnap"
-_PLUMBING = ("anyio", "asyncio", "concurrent", "contextlib", "threading")
+_PLUMBING = ("anyio", "asyncio", "concurrent", "contextlib", "logging", "threading")
 """Top-level modules whose frames are dropped between frames of ours."""
 
 

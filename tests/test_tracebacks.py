@@ -358,6 +358,38 @@ def test_interrupts(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert names(raised.value)[0] == "test_interrupts"
 
 
+class Interrupting(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_a_line_is_logged(there: Path, caplog: pytest.LogCaptureFixture) -> None:
+    handler = Interrupting()
+    caplog.set_level(logging.INFO, "actorsnap")
+    logging.getLogger("actorsnap").addHandler(handler)
+    try:
+        with pytest.raises(KeyboardInterrupt) as raised:
+            sync.Snapshot(there / "s").restore({"model": StateDict(w=torch.ones(3))})
+    finally:
+        logging.getLogger("actorsnap").removeHandler(handler)
+    assert names(raised.value) == ["test_an_interrupt_while_a_line_is_logged", "emit"]
+
+
+@pytest.mark.parametrize("saved", [torch.nn.Linear(2, 2), Path("a"), None])
+def test_a_file_that_is_refused(tmp_path: Path, saved: object) -> None:
+    path = tmp_path / "x.pt"
+    if saved is None:
+        path.write_text("no checkpoint")
+    else:
+        torch.save(saved, path)
+    with pytest.raises((UsageError, NotASnapshot)) as raised:
+        sync.Snapshot(path).read_object("model")
+    text = "".join(traceback.format_exception(raised.value))
+    assert text.count("Traceback") == 1
+    assert "direct cause" not in text
+    assert not ours(raised.value)
+
+
 def test_an_interrupt_before_the_runtime_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Python's end drops what the traceback holds, and can start no runtime."""
     num_starts = 0

@@ -214,7 +214,7 @@ class SnapshotReader:
             commit = await find_commit(self.storage)
         except StorageError as error:
             if what := await self.explain(error):
-                raise what from error
+                raise what from None
             raise
         if commit is None:
             raise await self._explain_absence()

@@ -125,9 +125,9 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
             warnings.simplefilter("ignore")  # of typed storages
             return unpickler.load()
     except WholeModule as error:
-        raise _whole_module(error.kind, key, ghosts.file, is_all=error.is_all) from error
+        raise _whole_module(error.kind, key, ghosts.file, is_all=error.is_all) from None
     except Refusal as error:
-        raise _not_executed(key, error) from error
+        raise _not_executed(key, error) from None
     except NotImplementedError as error:
         raise UsageError(
             f"{key} has a tensor that cannot be read without loading it "
@@ -339,7 +339,7 @@ class StateDescriber:
         except UsageError as error:
             inner = error.__cause__
             if isinstance(inner, objects.NotInline) and isinstance(inner.value, Omitted):
-                raise self._not_executed(path, inner.value.refusal) from error
+                raise self._not_executed(path, inner.value.refusal) from None
             raise
 
     def _check_parts(self, path: str, value: object) -> None:
@@ -347,9 +347,9 @@ class StateDescriber:
         try:
             _PartsPickler(BytesIO(), protocol=5).dump(value)
         except Refusal as refusal:
-            raise self._not_executed(path, refusal) from refusal
-        except _TensorInside as error:
-            raise self._tensors_inside(f"{path!r} ({type(value).__qualname__})") from error
+            raise self._not_executed(path, refusal) from None
+        except _TensorInside:
+            raise self._tensors_inside(f"{path!r} ({type(value).__qualname__})") from None
 
     def _not_executed(self, path: str, refusal: Refusal) -> UsageError:
         return _not_executed(f"{self._key}, {path!r}", refusal)
