@@ -557,8 +557,7 @@ def _require_metrics(infos: Sequence[StepInfo], policy: KeepPolicy) -> None:
 
 
 def _raise_unknown(infos: Sequence[StepInfo], metric: str) -> NoReturn:
-    known = ", ".join(looking.metrics_of(infos)) or "none"
-    raise NothingFound(f"no step has the metric {metric!r}; there are: {known}")
+    raise NothingFound(looking.missing_metric(infos, metric))
 
 
 def _print_one(info: StepInfo, as_json: bool) -> None:

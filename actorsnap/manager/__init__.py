@@ -448,7 +448,8 @@ class CheckpointManager(ManagerHandle):
         """Returns the step with the best value of a metric. Of equal values, the oldest wins.
 
         Returns:
-            None if no step has the metric as a number. A warning names other metrics, if any.
+            None if no step has the metric as a number. If steps have metrics, a warning gives the
+            reason.
 
         Raises:
             UsageError: The mode is invalid.

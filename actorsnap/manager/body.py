@@ -164,8 +164,8 @@ class ManagerBody:
             self._seen = step
             return None
         return UsageError(
-            f"step {step} after step {seen}: steps must not go back. To continue from an "
-            "earlier step, call restore(step) first"
+            f"step {step} after step {seen}: steps must not go back. Count them across all epochs. "
+            "To continue from an earlier step, call restore(step) first"
         )
 
     def maybe_save(self, step: int, reason: str, given: Given) -> Script[tuple[str, Save | None]]:
@@ -393,7 +393,8 @@ class ManagerBody:
         except ActorSnapError as failure:
             if error is None:
                 raise
-            logger.error("%s: %s", self._label, describe(failure))
+            # A background failure is logged as an error when it happens.
+            logger.debug("%s: %s", self._label, describe(failure))
         finally:
             self._is_closed = True
             _unclosed.discard(self)
@@ -586,24 +587,29 @@ class ManagerBody:
 
     def steps(self, *, is_complete: bool) -> Script[list[StepInfo]]:
         """Returns committed steps of the timeline, oldest first; if complete, all others too."""
-        return (yield from looking.steps(self.places, is_complete=is_complete))
+        found = yield from looking.steps(self.places, is_complete=is_complete)
+        self._warn_if_none(found)
+        return found
 
     def latest(self) -> Script[StepInfo | None]:
-        return (yield from looking.latest(self.places))
+        found = yield from looking.latest(self.places)
+        self._warn_if_none(found)
+        return found
 
     def latest_valid(self, level: str) -> Script[StepInfo | None]:
         return (yield from looking.latest_valid(self.places, level))
 
     def best(self, metric: str, mode: str) -> Script[StepInfo | None]:
         found, infos = yield from looking.best(self.places, metric, mode)
-        if found is None:
-            known = looking.metrics_of(infos)
-            if known and metric not in known:
-                logger.warning(
-                    "%s: no step has the metric %r; there are: %s",
-                    *(self.root.url, metric, ", ".join(known)),
-                )
+        if found is None and looking.metrics_of(infos):
+            logger.warning("%s: %s", self.root.url, looking.missing_metric(infos, metric))
+        self._warn_if_none(infos)
         return found
+
+    def _warn_if_none(self, found: object) -> None:
+        """Warns if a manager that only looks at a root finds nothing there."""
+        if not found and self._settings.app_state is None and self._seen is None:
+            self.root.warn_once(f"{self.root.url} has no committed step: check the path")
 
     # Keeping
 

@@ -47,6 +47,7 @@ from actorsnap.runtime.roots import Listing, Root, is_damage, stored_step
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import run_on_loop
 from actorsnap.runtime.source import OpenSource
+from actorsnap.storage.wire import is_unreachable
 from actorsnap.wording import joined
 
 logger = Log(__name__)
@@ -658,6 +659,8 @@ class Keeper:
                 try:
                     problems = await run_on_loop(Host.get(), look)
                 except StorageError as error:
+                    if is_unreachable(error):
+                        raise
                     failed[stored.name] = error
                     continue
                 if problems:

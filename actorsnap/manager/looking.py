@@ -26,6 +26,7 @@ from actorsnap.runtime.host import Script
 from actorsnap.runtime.marks import own_holder, put_metrics, put_pin
 from actorsnap.runtime.roots import Listing, Root, stored_step
 from actorsnap.runtime.source import OpenSource
+from actorsnap.storage.wire import is_unreachable
 
 Until: TypeAlias = timedelta | datetime | None
 
@@ -110,6 +111,8 @@ def _find_newest(root: Root, level: str | None) -> Script[StepInfo | None]:
                 raise failed[info.name]
             found = info if level is None else (yield from _find_whole(root, info, level))
         except StorageError as error:
+            if is_unreachable(error):
+                raise
             newer = newer or error
             continue
         if found is not None and newer is not None:
@@ -141,6 +144,14 @@ def best(root: Root, metric: str, mode: str) -> Script[tuple[StepInfo | None, li
     infos = yield from steps(root, is_complete=False)
     known = [i for i in infos if not math.isnan(i.metrics.get(metric, math.nan))]
     return min(known, key=lambda info: sign * info.metrics[metric], default=None), infos
+
+
+def missing_metric(infos: Iterable[StepInfo], metric: str) -> str:
+    """Returns why no step is the best by a metric."""
+    known = metrics_of(infos)
+    if metric in known:
+        return f"the metric {metric!r} is NaN in all steps that have it"
+    return f"no step has the metric {metric!r}; there are: {', '.join(known) or 'none'}"
 
 
 def metrics_of(infos: Iterable[StepInfo]) -> list[str]:

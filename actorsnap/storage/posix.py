@@ -425,7 +425,8 @@ def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> Stora
         return make(
             StorageFull,
             f"{reason}: {_describe_free_space(root)}. What a failed save has written is deleted, "
-            "so more may be free now. Delete old snapshots or store elsewhere",
+            "so more may be free now. Delete old snapshots (`actorsnap prune` or `rm`) or store "
+            "elsewhere",
         )
     if number == errno.EDQUOT:
         return make(

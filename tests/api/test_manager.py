@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -527,7 +528,7 @@ def test_damage_of_the_newest_is_raised_and_deletes_nothing(
 def test_steps_must_not_go_back(root: Path) -> None:
     run = Run(root)
     run.train(0, 100)
-    with pytest.raises(UsageError, match="must not go back"):
+    with pytest.raises(UsageError, match=r"must not go back\. Count them across all epochs\. To"):
         run.manager.maybe_save(50)
     assert not run.manager.maybe_save(100)
     run.close()
@@ -654,6 +655,57 @@ def test_a_metric_that_no_step_has(root: Path, caplog: pytest.LogCaptureFixture)
     caplog.clear()
     assert run.manager.best("val", "min") is not None
     assert not caplog.records
+
+
+def test_a_metric_that_is_no_number(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run = Run(root)
+    run.train(0, 100, metrics={"val": math.nan})
+    assert run.manager.best("val", "min") is None
+    assert "the metric 'val' is NaN in all steps that have it" in caplog.text
+    run.close()
+    ended = CliRunner().invoke(app, ["best", str(root), "val", "--min"])
+    assert ended.exit_code == 3
+    assert ended.stderr == "error: the metric 'val' is NaN in all steps that have it\n"
+
+
+@pytest.mark.parametrize(
+    "look",
+    [
+        lambda manager: manager.all_steps(),
+        lambda manager: manager.steps(),
+        lambda manager: manager.latest(),
+        lambda manager: manager.best("val", "min"),
+    ],
+)
+def test_a_manager_that_looks_at_a_wrong_root(
+    root: Path, caplog: pytest.LogCaptureFixture, look: Callable[[CheckpointManager], object]
+) -> None:
+    assert not look(Run(root).manager)  # a run that begins
+    assert not caplog.records
+    with CheckpointManager(root) as manager:
+        assert not look(manager)
+        assert not look(manager)
+    assert caplog.messages == [f"{root} has no committed step: check the path"]
+
+
+def test_a_failed_save_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """If the program ends with an error while two saves fail."""
+
+    def strike(operation: Operation) -> None:
+        if operation.verb in ("complete", "put"):
+            fail(operation)
+
+    with faulty(lambda inner: TallyStorage(inner, Tally(look=strike))):
+        with pytest.raises(SnapshotAborted, match="a scripted fault"):  # noqa: PT012
+            with CheckpointManager(
+                faulty_url(tmp_path),
+                {"train": StateDict(weight=torch.zeros(1000))},
+                save=every.steps(1),
+            ) as manager:
+                manager.maybe_save(0)
+                manager.maybe_save(1)
+    texts = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+    assert [f"{step}.g1" in text for step, text in enumerate(texts)] == [True, True], texts
 
 
 def test_metrics_at_steps_that_are_not_saved(root: Path, caplog: pytest.LogCaptureFixture) -> None:
