@@ -9,7 +9,7 @@ import re
 import shlex
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, NoReturn, TypeVar
 
@@ -174,6 +174,14 @@ def raise_empty(root: str, source: Source) -> NoReturn:
             further_down = f" directly in it; there are some further down: {names}"
         raise NothingFound(no_snapshot(root) + further_down) from error
     raise NothingFound(f"{root} is one snapshot, not a folder of them: leave out --all")
+
+
+def print_stop(names: Sequence[str]) -> None:
+    """Reports that a command does not look at these snapshots."""
+    if names:
+        number = output.count_of(len(names), "snapshot was", "snapshots were")
+        text = f"stopped: the storage cannot be reached; {number} not looked at, from {names[0]} on"
+        err.print(quote(output.visible(text)))
 
 
 def print_error(text: str) -> None:

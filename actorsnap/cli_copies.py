@@ -27,6 +27,7 @@ from actorsnap.cli_calls import (
     no_snapshot,
     options,
     print_error,
+    print_stop,
     progress,
     raise_empty,
     run,
@@ -56,6 +57,7 @@ from actorsnap.runtime.location import Location
 from actorsnap.runtime.roots import copy_records
 from actorsnap.runtime.source import OpenSource, Source
 from actorsnap.storage.registry import folder_and_name
+from actorsnap.storage.wire import is_unreachable
 
 _COPY_A_RUN = "To copy a whole run, add --all"
 
@@ -176,7 +178,8 @@ def _copy_all(
     # Before the steps: without them, a manager there would not know what continued what.
     run(copy_records(source, target))
     num_failed = num_there = 0
-    for name in sorted({*found, *failed}, key=maintenance.natural_order):
+    in_order = sorted({*found, *failed}, key=maintenance.natural_order)
+    for num_seen, name in enumerate(in_order, 1):
         if found.get(name, "failed") is None:
             _print_copy(name, "unfinished", "not copied", {}, as_json)
             continue
@@ -187,6 +190,9 @@ def _copy_all(
         except (FormatError, StorageError) as error:
             num_failed += 1
             _print_copy(name, "failed", describe(error), {}, as_json)
+            if isinstance(error, StorageError) and is_unreachable(error):
+                print_stop(in_order[num_seen:])
+                break
             continue
         num_there += 1
         state = "was there" if report.was_there else "copied"

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any
@@ -21,6 +22,7 @@ from actorsnap.cli_calls import (
     make_source,
     no_snapshot,
     print_error,
+    print_stop,
     progress,
     raise_empty,
     recover_command,
@@ -32,6 +34,7 @@ from actorsnap.runtime import maintenance
 from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.verify import VerifyReport
+from actorsnap.storage.wire import is_unreachable
 
 
 def register(app: typer.Typer) -> None:
@@ -130,12 +133,19 @@ def _verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | Non
     """
     failed: dict[str, StorageError] = {}
     found = run(maintenance.find_snapshots(make_source(root, option), failed=failed))
-    checked = [
-        _unreadable(name, failed[name])
-        if name in failed
-        else _check(root, name, found[name], full, option)
-        for name in sorted({*found, *failed}, key=maintenance.natural_order)
-    ]
+    names = sorted({*found, *failed}, key=maintenance.natural_order)
+    checked: list[_Checked] = []
+    for name in names:
+        if name in failed:
+            each = _unreadable(name, failed[name])
+        else:
+            each = _check(root, name, found[name], full, option)
+        checked.append(each)
+        if not as_json:
+            output.print_columns([[each.name, each.state, *each.details]])
+            sys.stdout.flush()
+        if each.is_last:
+            break
     if not checked:
         raise_empty(root, make_source(root, option))
     if as_json:
@@ -145,8 +155,7 @@ def _verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | Non
                 for each in checked
             ]
         )
-    else:
-        output.print_columns([each.name, each.state, *each.details] for each in checked)
+    print_stop(names[len(checked) :])
     if any(each.state == "damaged" for each in checked):
         raise typer.Exit(1)
     if any(each.state in ("newer format", "not readable") for each in checked):
@@ -167,6 +176,7 @@ class _Checked:
     details: Sequence[str] = ()
     problems: Sequence[str] = ()
     checked: Mapping[str, Any] = field(default_factory=dict)
+    is_last: bool = False  # the storage cannot be reached
 
 
 def _check(
@@ -209,4 +219,5 @@ def _check_unfinished(name: str, path: str, leftovers: Iterable[maintenance.Left
 
 
 def _unreadable(name: str, error: StorageError) -> _Checked:
-    return _Checked(name, output.state_of(error), [str(error)], [str(error)])
+    text = [str(error)]
+    return _Checked(name, output.state_of(error), text, text, is_last=is_unreachable(error))

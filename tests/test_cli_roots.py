@@ -18,7 +18,15 @@ import torch
 from msgspec.structs import replace as replace_field
 from typer.testing import CliRunner
 
-from actorsnap import AccessDenied, StateDict, UsageError, cli, cli_deletion, cli_roots
+from actorsnap import (
+    AccessDenied,
+    StateDict,
+    StorageError,
+    UsageError,
+    cli,
+    cli_deletion,
+    cli_roots,
+)
 from actorsnap.cli_policies import parse_policies
 from actorsnap.format.manifest import COMMIT_KEY, decode_commit, encode_commit
 from actorsnap.format.steps import DeleteIntent, StepName, encode_record, intent_key
@@ -29,6 +37,8 @@ from actorsnap.runtime.deletion import Deleter
 from actorsnap.runtime.roots import Records, Root
 from actorsnap.runtime.source import OpenSource
 from actorsnap.storage.base import Storage
+from actorsnap.storage.network import RetryPolicy, RetryStorage
+from actorsnap.storage.wire import WireError
 from actorsnap.storage.wrapper import Wrapper
 from actorsnap.sync import Snapshot
 from actorsnap.testing import FaultyStorage
@@ -711,6 +721,63 @@ def test_a_step_that_cannot_be_read_does_not_end_a_copy(root: Path, tmp_path: Pa
     assert [row[:2] for row in ended.rows] == [
         [name(step), "failed" if step == 100 else "copied"] for step in LOSSES
     ]
+
+
+class Gone(Wrapper):
+    """Reaches no storage from the data of one step on."""
+
+    is_gone = False
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if name(100) in self.url and op == "read_into":
+            Gone.is_gone = True
+        if Gone.is_gone:
+            error = StorageError(op=op, key=key, backend=self.url, detail="refused", retryable=True)
+            raise error from WireError("Connection refused")
+        return await super().around(op, key, call, *args, **kwargs)
+
+
+@pytest.fixture
+def gone(monkeypatch: pytest.MonkeyPatch) -> Generator[Callable[[], int]]:
+    """While no storage answers: returns the number of tries that failed."""
+    tries: list[float] = []
+    policy = RetryPolicy(max_attempts=3, first_delay_s=0.001)
+    monkeypatch.setattr(Gone, "is_gone", False)
+
+    def wrap(inner: Storage) -> Storage:
+        return RetryStorage(
+            Gone(inner), policy=policy, on_retry=lambda _, delay_s: tries.append(delay_s)
+        )
+
+    with faulty(wrap):
+        yield lambda: len(tries)
+
+
+def test_cp_stops_if_the_storage_is_gone(
+    root: Path, tmp_path: Path, gone: Callable[[], int]
+) -> None:
+    ended = run("cp", "--all", faulty_url(root), tmp_path / "copy")
+    assert ended.code == 4
+    assert [row[:2] for row in ended.rows] == [[name(0), "copied"], [name(100), "failed"]]
+    stopped = f"2 snapshots were not looked at, from {name(200)} on"
+    assert f"stopped: the storage cannot be reached; {stopped}\n" in ended.err
+    assert gone() < 6
+
+
+@pytest.mark.parametrize("more", [[], ["--json"]])
+def test_verify_stops_if_the_storage_is_gone(
+    root: Path, gone: Callable[[], int], more: list[str]
+) -> None:
+    ended = run("verify", "--all", "--full", faulty_url(root), *more)
+    assert ended.code == 4
+    if more:
+        found = [(each["name"], each["state"]) for each in json.loads(ended.out)]
+    else:
+        found = [(row[0], row[1]) for row in ended.rows]
+    assert found == [(name(0), "ok"), (name(100), "not readable")]
+    assert f"2 snapshots were not looked at, from {name(200)} on" in ended.err
 
 
 def test_a_copy_to_another_run(root: Path, tmp_path: Path) -> None:

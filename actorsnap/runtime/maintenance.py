@@ -36,6 +36,7 @@ from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
 from actorsnap.storage.base import ObjectInfo, Storage, for_each, size_below
+from actorsnap.storage.wire import is_unreachable
 
 logger = Log(__name__)
 
@@ -137,6 +138,7 @@ def find_snapshots(
 
     Args:
         failed: Takes the errors of folders that cannot be read, instead of raising the first.
+            Raised nevertheless: the storage cannot be reached.
 
     Returns:
         By name: the commit object; an error if damaged; None if there are only unfinished attempts.
@@ -159,7 +161,7 @@ def find_snapshots(
             try:
                 await look(name)
             except StorageError as error:
-                if failed is None:
+                if failed is None or is_unreachable(error):
                     raise
                 failed[name] = error
 

@@ -56,6 +56,7 @@ from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened
 from actorsnap.runtime.texts import size_text
 from actorsnap.storage.base import CLEANUP_S, ObjectInfo, Storage, for_each
 from actorsnap.storage.registry import folder_and_name
+from actorsnap.storage.wire import is_unreachable
 
 logger = Log(__name__)
 
@@ -348,7 +349,8 @@ class Root:
         """Returns commit objects, or how they are damaged. Leaves out unfinished saves.
 
         Args:
-            failed: Takes the errors of reads that failed, instead of raising the first.
+            failed: Takes the errors of reads that failed, instead of raising the first. Raised
+                nevertheless: the storage cannot be reached.
 
         Raises:
             UnsupportedFormat: A newer release saved one, unless ``has_newer``.
@@ -370,7 +372,7 @@ class Root:
                     error.name_snapshot(self.url_of(name))
                     commit = error
                 except StorageError as error:
-                    if failed is None:
+                    if failed is None or is_unreachable(error):
                         raise
                     failed[name] = error
                     return

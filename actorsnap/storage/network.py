@@ -19,7 +19,13 @@ from urllib.parse import urlsplit
 import anyio
 import msgspec
 
-from actorsnap.errors import ObjectExists, ObjectNotFound, StorageError, Throttled, UsageError
+from actorsnap.errors import (
+    ObjectExists,
+    ObjectNotFound,
+    StorageError,
+    Throttled,
+    UsageError,
+)
 from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, Storage, StorageContext, check_key
 from actorsnap.storage.wrapper import Wrapper, close_after, without_blocking_io
@@ -39,6 +45,8 @@ _MAX_TIMEOUT_S = 24 * 3600
 
 _REPEAT_S = 15.0
 """Time between two warnings of a call that is retried."""
+
+GIVEN_UP = "given up after"
 
 
 class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -373,7 +381,7 @@ class RetryStorage(Wrapper):
             )
         if delay_s is None:
             if failures.count > 1:
-                error.add_note(f"given up after {failures.count} tries in {elapsed_s:.1f} s")
+                error.add_note(f"{GIVEN_UP} {failures.count} tries in {elapsed_s:.1f} s")
             raise error
         # Two failures may take minutes, and the caller should learn the reason.
         is_due = failures.warned_s is None or now_s - failures.warned_s >= _REPEAT_S

@@ -26,8 +26,9 @@ from urllib.parse import SplitResult, unquote, urlsplit
 import anyio
 import anyio.lowlevel
 
+from actorsnap.errors import StorageError, notes_of
 from actorsnap.storage.base import RunBlocking
-from actorsnap.storage.network import NetworkOptions
+from actorsnap.storage.network import GIVEN_UP, NetworkOptions
 
 _SMALL_BYTES = 64 * 1024
 """Smaller neighbours are joined: copying costs less than a system call each."""
@@ -89,6 +90,15 @@ class WrongLength(WireError):
     def __init__(self, detail: str, *, num_bytes: int | None) -> None:
         super().__init__(detail, is_retryable=False)
         self.num_bytes = num_bytes
+
+
+def is_unreachable(error: StorageError) -> bool:
+    """Returns whether a call was given up without an answer. The next call would take as long."""
+    is_given_up = any(note.startswith(GIVEN_UP) for note in notes_of(error))
+    cause = error.__cause__
+    while isinstance(cause, StorageError | BaseExceptionGroup):  # callers name the snapshot
+        cause = cause.__cause__ if isinstance(cause, StorageError) else cause.exceptions[0]
+    return error.retryable and is_given_up and isinstance(cause, WireError | OSError)
 
 
 def is_unknown_host(error: BaseException) -> bool:
