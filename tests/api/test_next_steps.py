@@ -267,6 +267,28 @@ def test_a_whole_module_in_a_file(
             assert f"torch.load('{tmp_path / file}', weights_only=False)" in text
 
 
+@pytest.mark.filterwarnings("ignore:Couldn't retrieve source code")
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_a_whole_module_whose_class_is_not_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_zip: bool
+) -> None:
+    """As in the shell, or in a notebook that does not define it yet."""
+
+    class Stack(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(1, 1)
+
+    Stack.__qualname__ = "Stack"
+    monkeypatch.setitem(globals(), "Stack", Stack)
+    path = tmp_path / "a.pt"
+    torch.save(Stack(), path, _use_new_zipfile_serialization=is_zip)
+    monkeypatch.delitem(globals(), "Stack")
+    with pytest.raises(UsageError) as caught:
+        Snapshot(path).keys()
+    assert str(caught.value) == _whole(path, f"{__name__}.Stack")
+
+
 def test_a_whole_module_in_an_object_store(tmp_path: Path) -> None:
     torch.save(torch.nn.Linear(1, 1), tmp_path / "a.pt")
     fsspec = pytest.importorskip("fsspec")

@@ -68,13 +68,13 @@ class WholeModule(Refusal):
     """A pickle needs a module's class.
 
     Attributes:
-        kind: The class.
+        module: Name of the module's class.
         is_all: Nothing precedes it, so that the pickle is likely to hold nothing else.
     """
 
-    def __init__(self, kind: type, *, is_all: bool) -> None:
+    def __init__(self, module: str, *, is_all: bool) -> None:
         super().__init__("it holds a whole module")
-        self.kind = kind
+        self.module = module
         self.is_all = is_all
 
 

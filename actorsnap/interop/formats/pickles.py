@@ -24,7 +24,7 @@ from actorsnap.format.manifest import CompositeEntry, Entry, Stored, TensorEntry
 from actorsnap.interop.formats.checked_pickles import Omitted, Refusal, WholeModule
 from actorsnap.interop.formats.describing import DEFAULT_KEY, Description
 from actorsnap.interop.formats.numpy_pickles import real
-from actorsnap.interop.formats.torch_pickles import TorchUnpickler, is_allowed
+from actorsnap.interop.formats.torch_pickles import TorchUnpickler, is_allowed, module_name
 from actorsnap.state import objects
 from actorsnap.state.composite import is_composite, take_apart
 from actorsnap.state.tensors import DTYPE_NAMES, tensor_type
@@ -125,7 +125,7 @@ def unpickle(file: BytesIO, ghosts: Ghosts, key: str, *, allow_pickle: bool) -> 
             warnings.simplefilter("ignore")  # of typed storages
             return unpickler.load()
     except WholeModule as error:
-        raise _whole_module(error.kind, key, ghosts.file, is_all=error.is_all) from None
+        raise _whole_module(error.module, key, ghosts.file, is_all=error.is_all) from None
     except Refusal as error:
         raise _not_executed(key, error) from None
     except NotImplementedError as error:
@@ -154,10 +154,7 @@ def _not_executed(place: str, refusal: Refusal) -> UsageError:
     )
 
 
-def _whole_module(kind: type, key: str, file: str, *, is_all: bool) -> UsageError:
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if getattr(torch.nn, kind.__qualname__, None) is kind:
-        name = f"torch.nn.{kind.__qualname__}"
+def _whole_module(name: str, key: str, file: str, *, is_all: bool) -> UsageError:
     if not file:
         return UsageError(
             f"{key} is or holds a whole module ({name}). Save its state_dict() instead, in the "
@@ -416,7 +413,9 @@ class StateDescriber:
         for path, value in leaves:
             if isinstance(value, torch.nn.Module) and next(value.parameters(), None) is not None:
                 is_all = path == DEFAULT_KEY
-                raise _whole_module(type(value), self._key, self._ghosts.file, is_all=is_all)
+                raise _whole_module(
+                    module_name(type(value)), self._key, self._ghosts.file, is_all=is_all
+                )
             if not isinstance(value, _Dense | CompositeEntry | Container):
                 try:
                     objects.encode_inline(value, path)

@@ -82,8 +82,11 @@ class TorchUnpickler(CheckedUnpickler):
         kind = _loaded_class(module, name)
         if kind is not None and issubclass(kind, torch.nn.Module):
             # Before the caller is asked to allow it: its tensors would be out of reach.
+            root = next((each[0] for each in [*self.metastack, self.stack] if each), None)
+            if isinstance(root, Omitted):  # most likely a module of a class that is not loaded
+                raise WholeModule(root.refusal.name, is_all=True)
             is_all = not any(self.metastack) and self.stack in ([], ["module"])
-            raise WholeModule(kind, is_all=is_all)
+            raise WholeModule(module_name(kind), is_all=is_all)
         is_blocked = module in _weights_only_unpickler._blocklisted_modules
         for known in () if is_blocked else (_METHODS, _known(), _allowed(), STAND_INS):
             if place in known:
@@ -193,6 +196,13 @@ class TorchUnpickler(CheckedUnpickler):
     dispatch[pickle.BUILD[0]] = _load_build
     for code in _NEW_OPCODES:
         dispatch[code[0]] = _refuse_opcode
+
+
+def module_name(kind: type) -> str:
+    """Returns the name of a module's class as users write it."""
+    if getattr(torch.nn, kind.__qualname__, None) is kind:
+        return f"torch.nn.{kind.__qualname__}"
+    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _loaded_class(module: str, name: str) -> type | None:
