@@ -4,11 +4,12 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import replace
-from datetime import timedelta
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -678,6 +679,32 @@ def test_a_copied_run_continues_and_keeps_the_same(root: Path, tmp_path: Path) -
     # Pinned, the best, abandoned, restored from, the newest.
     assert names(copy) == [name(0), name(100), name(300), name(400, 2), name(500, 3)]
     assert len(names(root)) == 5
+
+
+def test_a_copied_pin_keeps_its_end(root: Path, tmp_path: Path) -> None:
+    for step, until in (100, "1h"), (200, "2h"), (300, "10d"):
+        assert run("pin", root, step, "--reason", "paper", "--until", until).code == 0
+    assert run("pin", root, 0, "--reason", "forever").code == 0
+    for mark in root.glob(".manager/marks/*/*"):
+        pinned_s = mark.stat().st_mtime - 5400
+        os.utime(mark, (pinned_s, pinned_s))
+    copy = tmp_path / "copy"
+    assert run("cp", "--all", root, copy).code == 0
+    ends = [
+        {
+            pin["until"]
+            for each in json.loads(run("steps", at, "--json").out)
+            for pin in each["pins"]
+        }
+        for at in (root, copy)
+    ]
+    times = [
+        sorted(datetime.fromisoformat(end).timestamp() for end in found if end is not None)
+        for found in ends
+    ]
+    assert [len(found) for found in ends] == [3, 3]  # one has expired
+    assert times[1] == pytest.approx(times[0], abs=5)
+    assert not [*copy.glob(f".manager/marks/{name(100)}/*")]
 
 
 def test_copying_a_run_again(root: Path, tmp_path: Path) -> None:

@@ -31,7 +31,9 @@ from actorsnap.errors import (
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import (
     MANAGER_FOLDER,
+    MarkKind,
     MarkName,
+    PinMark,
     RunRecord,
     StepName,
     decode_record,
@@ -473,7 +475,7 @@ def find_pins(source: Source) -> Script[tuple[Pin, ...]]:
 def copy_records(source: Source, to: Source) -> Script[None]:
     """Copies run records, pins and metrics from a root to another one. Deletes none there.
 
-    Records of a tier become those of its root.
+    Records of a tier become those of its root. Pins keep their end; expired ones are left out.
 
     Raises:
         ObjectExists: Another run has saved there; nothing was written.
@@ -482,17 +484,15 @@ def copy_records(source: Source, to: Source) -> Script[None]:
     async def read(opened: OpenSource) -> dict[str, bytes]:
         found: dict[str, bytes] = {}
 
-        async def get(key: str) -> None:
+        async def get(info: ObjectInfo) -> None:
             with suppress(ObjectNotFound):  # unpinned meanwhile
-                found[key] = await opened.storage.get(key)
-            if key in found and parse_run_key(key):
-                with suppress(FormatError):
-                    record = decode_record(found[key], RunRecord, key)
-                    found[key] = encode_record(msgspec.structs.replace(record, tier_of=None))
+                data = _copied_record(info, await opened.storage.get(info.key))
+                if data is not None:
+                    found[info.key] = data
 
-        listed = [info.key async for info in opened.storage.list(f"{MANAGER_FOLDER}/")]
-        keys = [key for key in listed if parse_run_key(key) or MarkName.parse(key)]
-        await for_each(keys, get, at_once=MAX_SMALL_READS)
+        listed = [info async for info in opened.storage.list(f"{MANAGER_FOLDER}/")]
+        infos = [info for info in listed if parse_run_key(info.key) or MarkName.parse(info.key)]
+        await for_each(infos, get, at_once=MAX_SMALL_READS)
         return found
 
     found = yield from source.perform("list", read)
@@ -516,6 +516,23 @@ def copy_records(source: Source, to: Source) -> Script[None]:
         await for_each(sorted({*found} - there), put, at_once=MAX_SMALL_READS)
 
     yield from to.perform("copy", write)
+
+
+def _copied_record(info: ObjectInfo, data: bytes) -> bytes | None:
+    """Returns the record that a copy stores; None for an expired pin. A damaged one stays."""
+    name = MarkName.parse(info.key)
+    with suppress(FormatError):
+        if name is None:
+            run = decode_record(data, RunRecord, info.key)
+            return encode_record(msgspec.structs.replace(run, tier_of=None))
+        if name.kind is MarkKind.PIN:
+            pin = decode_record(data, PinMark, info.key)
+            if pin.for_s is not None:
+                now_s = time.time()  # the copy's time begins when it is stored
+                left_s = (info.modified_s or pin.created_s) + pin.for_s - now_s
+                copied = msgspec.structs.replace(pin, created_s=now_s, for_s=left_s)
+                return encode_record(copied) if left_s > 0 else None
+    return data
 
 
 def _relink(path: str, name: str, scratch: str) -> None:
