@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
@@ -167,6 +168,7 @@ def _copy_all(
     source: Source, to: Location, names: tuple[str, str], *, overwrite: bool, as_json: bool
 ) -> None:
     """Copies every snapshot in a folder, oldest step first. Exit code 4 if one was not copied."""
+    _refuse_source(source.location, to, names)
     target = Source(to, options())
     failed: dict[str, StorageError] = {}
     found = run(maintenance.find_snapshots(source, failed=failed))
@@ -205,6 +207,18 @@ def _copy_all(
     if not num_there:
         print_error(no_snapshot(names[0]))
         raise typer.Exit(3)
+
+
+def _refuse_source(source: Location, to: Location, names: tuple[str, str]) -> None:
+    """Refuses to copy a folder to itself, or into itself."""
+    here, there = source.canonical, to.canonical
+    if here.startswith("/") and there.startswith("/"):
+        here, there = os.path.realpath(here), os.path.realpath(there)
+    elif source.storage_options != to.storage_options:
+        return  # maybe another server
+    if f"{there}/".startswith(f"{here.rstrip('/')}/"):
+        what = "is the source" if there == here else f"is inside the source {names[0]}"
+        raise UsageError(f"{names[1]} {what}: name another folder for the copies")
 
 
 def _copy_quietly(source: Source, to: Location, overwrite: bool, what: str) -> CopyReport:

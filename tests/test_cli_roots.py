@@ -681,6 +681,18 @@ def test_a_copied_run_continues_and_keeps_the_same(root: Path, tmp_path: Path) -
     assert len(names(root)) == 5
 
 
+@pytest.mark.parametrize("where", ["", "/", "/sub", "/../link", "/../link/sub"])
+def test_a_run_is_not_copied_to_itself(root: Path, where: str) -> None:
+    (root.parent / "link").symlink_to(root)
+    before = sorted(root.rglob("*"))
+    ended = run("cp", "--all", root, f"{root}{where}")
+    assert (ended.code, ended.out) == (2, "")
+    assert "the source" in ended.err
+    assert "name another folder for the copies" in ended.err
+    assert sorted(root.rglob("*")) == before
+    assert run("cp", "--all", root, f"{root}-copy").code == 0
+
+
 def test_a_copied_pin_keeps_its_end(root: Path, tmp_path: Path) -> None:
     for step, until in (100, "1h"), (200, "2h"), (300, "10d"):
         assert run("pin", root, step, "--reason", "paper", "--until", until).code == 0
