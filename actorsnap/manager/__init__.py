@@ -199,10 +199,10 @@ class CheckpointManager(ManagerHandle):
         app_state: Statefuls by key, as for ``Snapshot.take``. May be passed with each call instead.
         save: When ``maybe_save`` saves, for example ``every.steps(500)``. None: only on
             ``request``. ``save`` and ``async_save`` save at any step.
-        keep: Which steps to keep, for example ``keep.last(3) | keep.best("loss", "min")``. Judged
-            on rank 0 after each commit, once the new snapshot is verified. The newest step, the
-            newest verified one, ``min_valid`` verified ones, the restored one, abandoned steps and
-            everything that no manager wrote are always kept.
+        keep: Which steps to keep, for example ``keep.last(3) | keep.best("loss", "min")``. The
+            default is ``keep.last(3)``. Judged on rank 0 after each commit, once the new snapshot
+            is verified. The newest step, the newest verified one, ``min_valid`` verified ones, the
+            restored one, abandoned steps and everything that no manager wrote are always kept.
         min_valid: Number of verified snapshots that are always kept.
         max_pending: Largest number of saves in flight. When it is reached, a due save first waits
             for the oldest one.
