@@ -31,6 +31,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _OURS = "actorsnap"
+_OTHER_NAMES = {"dtype": "cast", "every": "save"}
+"""Parameters by names that users expect and that are spelled unlike them."""
+
 _PLUMBING = ("anyio", "asyncio", "concurrent", "contextlib", "logging", "threading")
 """Top-level modules whose frames are dropped between frames of ours."""
 
@@ -65,7 +68,9 @@ def _fit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
 def _similar_parameters(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
     """Returns a question about the first name that is no parameter; empty if none is similar."""
     names = [*inspect.signature(function).parameters]
-    return next((did_you_mean(name, names) for name in kwargs if name not in names), "")
+    near = {name: other for name, other in _OTHER_NAMES.items() if other in names}
+    unknown = [near.get(name, name) for name in kwargs if name not in names]
+    return next((did_you_mean(name, names) for name in unknown), "")
 
 
 def short_namespace(kind: type[T]) -> type[T]:

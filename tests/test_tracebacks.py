@@ -325,6 +325,12 @@ def test_misspelt_arguments() -> None:
         sync.Snapshot.take("x", {}, overwite=True)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"argument 'sav'; did you mean 'save'\?"):
         CheckpointManager("x", {}, sav=1)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"argument 'every'; did you mean 'save'\?"):
+        CheckpointManager("x", {}, every=50)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"argument 'dtype'; did you mean 'cast'\?"):
+        sync.Snapshot("x").restore({}, dtype=torch.bfloat16)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"argument 'dtype'$"):
+        sync.Snapshot("x").read_object("x", dtype=torch.bfloat16)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"argument 'device'$"):
         sync.Snapshot("x").read_object("x", device=1)  # type: ignore[call-arg]
 
