@@ -305,7 +305,7 @@ def test_inspect_folds_what_optimizers_have_much_of(tmp_path: Path) -> None:
         "step  float32[]  4 B",
         "exp_avg  float32[3, 2]  24 B",
         "exp_avg_sq  float32[3, 2]  24 B",
-        "1 ... 5  (5 like 0, 15 leaves, 372 B)",
+        "1 ... 5  (5 like 0, of other sizes, 15 leaves, 372 B)",
     ]
     assert "params  [0, 1, 2, 3, 4, 5]" in shown
     assert "betas  (0.9, 0.999)" in shown
@@ -1704,6 +1704,15 @@ def test_a_terminal_sees_a_progress_bar(long: Path) -> None:
     # The sum is known from the start, and the bar is gone in the end.
     assert "11.4 MiB" in text
     assert "ok: 1 data object, 11.4 MiB compared" in text.replace("\r", "").splitlines()[-1]
+
+
+def test_a_command_in_a_cell_draws_no_bar(long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """IPython gives it a terminal; the cell would keep each frame."""
+    monkeypatch.setitem(ENVIRONMENT, "JPY_PARENT_PID", "1")
+    code, text = on_a_terminal("verify", "--full", long)
+    assert code == 0
+    assert "\x1b[" not in text
+    assert "verifying" not in text
 
 
 def test_a_terminal_sees_no_unknown_total(saved: Path) -> None:

@@ -361,7 +361,12 @@ class Display:
 
 
 def _is_terminal() -> bool:
-    """Whether stderr can move its cursor."""
+    """Whether stderr can move its cursor.
+
+    Programs that a notebook's cell starts by ``!`` have a terminal, but the cell keeps all frames.
+    """
+    if "JPY_PARENT_PID" in os.environ:
+        return False
     try:
         return sys.stderr.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
     except (AttributeError, ValueError):  # None in a program without streams; closed
