@@ -53,6 +53,9 @@ from actorsnap.state.stateful import (
 from actorsnap.state.tree import DICT_TYPES, escape, join
 from actorsnap.wording import did_you_mean, named_ranks
 
+_MAX_COMPARED = 2000
+"""Number of leaves that a suggestion is looked for in."""
+
 
 @dataclass(slots=True)
 class Compared:
@@ -268,8 +271,9 @@ class _Comparer:
             or part.match.unplaced
             or part.match.mismatched
         )
-        if part.match.missing and (hint := _explain_prefix(escape(key), part)):
-            compared.hints.append(hint)
+        if part.match.missing:
+            hint = _explain_prefix(escape(key), part) or self._explain_typo(key, part)
+            compared.hints += [hint] * bool(hint)
         if differs and adapts(stateful):
             compared.adapting[key] = part
             # Fresh: a module that adapts may move a leaf.
@@ -394,6 +398,26 @@ class _Comparer:
         if not found:
             return f"{text}; {has}"
         return f"{text}; {has}. To leave it as it is, pass keys={found} to Snapshot.restore"
+
+    def _explain_typo(self, key: str, part: KeyRestore) -> str:
+        """Returns similar names in the snapshot of the first missing leaves; else an empty text.
+
+        Unexpected leaves are listed anyway.
+        """
+        listed = {*part.match.unexpected, *part.match.unplaced}
+        free = [
+            entry.path
+            for entry in self._entries[key][:_MAX_COMPARED]
+            if entry.path not in listed and not part.match.has_target(entry.path)
+        ]
+        hints: list[str] = []
+        for path in part.match.missing[:3]:
+            parent, _, name = path.rpartition("/")
+            siblings = [other for other in free if other.rpartition("/")[0] == parent]
+            names = [other.rpartition("/")[2] for other in siblings]
+            if hint := did_you_mean(name, names, prefix=f"{parent}/"):
+                hints.append(f"the snapshot has no {path!r}; {hint}")
+        return " ".join(hints)
 
     def _with_names_of(self, key: str, others: Iterable[str]) -> list[str]:
         """Returns the keys whose state has the names that the state of ``key`` has."""

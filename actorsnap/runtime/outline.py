@@ -190,7 +190,7 @@ def fold(root: Node) -> None:
 
     A list or tuple of plain values becomes one line. Of ``_MIN_ALIKE`` or more groups next to each
     other that hold leaves of the same names and kinds (in any shape), the first stays, and one
-    line counts the others.
+    line counts the others, and says if their sizes differ.
     """
     nodes = [root]
     for node in nodes:  # grows: parents come before children
@@ -236,7 +236,9 @@ def _fold_groups(node: Node, kinds: Mapping[Node, int]) -> None:
                 num_leaves=sum(other.num_leaves for other in others),
                 nbytes=sum(other.nbytes for other in others),
             )
-            rest.text = f"({len(others)} like {names[0]}, {_sums(rest)})"
+            differ = any(other.nbytes != node.children[names[0]].nbytes for other in others)
+            sizes = ", of other sizes" if differ else ""
+            rest.text = f"({len(others)} like {names[0]}{sizes}, {_sums(rest)})"
             folded[f"{names[1]} ... {names[-1]}"] = rest
     node.children = folded
 

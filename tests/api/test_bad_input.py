@@ -306,7 +306,9 @@ def test_a_full_disk(zygote: Zygote, tmp_path: Path) -> None:
         assert one["error"] == "SnapshotAborted", one
         assert one["cause"] == "StorageFull", one
         assert "bytes were left when it failed. What a failed save" in one["says"], one
-        assert "Delete old snapshots (`actorsnap prune` or `rm`) or store elsewhere" in one["says"], one
+        assert (
+            "Delete old snapshots (`actorsnap prune` or `rm`) or store elsewhere" in one["says"]
+        ), one
         assert one["older"] == 1, one
         assert one["left"] == [], one
     # Every object has been the one that did not fit.
@@ -878,8 +880,8 @@ def test_misspelt_keys_of_an_app_state(saved: Path) -> None:
     assert list(caught.value.hints) == [
         "the snapshot has no key 'modle'; did you mean 'model'? To restore from another key, pass "
         "rename={'model': 'modle'} to Snapshot.restore",
-        "the snapshot has no key 'unlike'; it has 'progress', 'model'. To restore from another key, "
-        "pass rename={'progress': 'unlike'} to Snapshot.restore",
+        "the snapshot has no key 'unlike'; it has 'progress', 'model'. To restore from another "
+        "key, pass rename={'progress': 'unlike'} to Snapshot.restore",
     ]
     assert "other names, rename= of Snapshot.restore maps them" in str(caught.value)
     assert all(str(caught.value).count(hint) == 1 for hint in caught.value.hints)
@@ -921,6 +923,14 @@ def test_a_rename_to_no_key_of_the_app_state(
     assert str(right) in caught.value.hints[0]
     snapshot.restore({"det": det}, rename=right)
     assert torch.equal(trunk.weight, encoder.weight)
+
+
+def test_a_misspelt_entry(tmp_path: Path) -> None:
+    snapshot = sync.Snapshot.take(tmp_path / "s", {"p": StateDict(epoch=3, best=1, seed=2)})
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"p": StateDict(epochs=0, best=0, loss=0)})
+    assert caught.value.missing == ("p/epochs", "p/loss")
+    assert list(caught.value.hints) == ["the snapshot has no 'p/epochs'; did you mean 'p/epoch'?"]
 
 
 def test_a_key_of_an_old_file(tmp_path: Path) -> None:
