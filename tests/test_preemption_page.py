@@ -5,11 +5,15 @@ from __future__ import annotations
 
 import ast
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from actorsnap.manager import Notice, notices
+from actorsnap.sync import Snapshot
 from tests.pages import ROOT, blocks
 
 PAGE = (ROOT / "docs/howto/preemption.md").read_text()
@@ -36,6 +40,25 @@ def test_the_examples_run(page: str) -> None:
     assert found
     for block in found:
         exec(compile(block, f"{page}: {block[:60]!r}", "exec"), {})
+
+
+def test_the_first_example_exits_with_75_when_torchrun_ends_the_ranks(tmp_path: Path) -> None:
+    """A rank that has left the ``with`` block gets SIGTERM when another has exited."""
+    program = f"""
+import os, signal
+from actorsnap import StateDict
+
+names = {{"__name__": "page"}}
+exec({blocks(PAGE, "python")[0]!r}, names)
+try:
+    notice = lambda: os.kill(os.getpid(), signal.SIGTERM)
+    names["train"]({str(tmp_path / "run")!r}, {{"x": StateDict(n=1)}}, 1000, notice)
+finally:
+    notice()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], cwd=ROOT, timeout=120, check=False)
+    assert ended.returncode == 75
+    assert [snapshot.step for snapshot in Snapshot.list(tmp_path / "run")] == [0]
 
 
 def test_the_sources_are_all_there() -> None:
