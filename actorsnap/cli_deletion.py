@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 import time
@@ -71,6 +72,8 @@ def rm(
     """
     with errors():
         sources = {path: make_source(path, option) for path in paths}
+        for path, source in sources.items():
+            _refuse_link(source, path)
         if garbage:
             collected = {
                 path: _collect(source, path, force=force, yes=yes, as_json=as_json)
@@ -162,6 +165,16 @@ def _advising_garbage(source: Source, path: str) -> Iterator[None]:
 
 def _garbage_command(path: str) -> str:
     return f"`actorsnap rm --garbage --yes {shlex.quote(output.one_line(path))}`"
+
+
+def _refuse_link(source: Source, path: str) -> None:
+    """Refuses a link, such as a manager's ``latest``: it may point elsewhere by now."""
+    folder = source.location.canonical
+    if os.path.islink(folder):
+        raise UsageError(
+            f"{path} is a link to {os.readlink(folder)}, and nothing was deleted: name the "
+            "snapshot itself"
+        )
 
 
 def _refuse_pinned(source: Source, path: str) -> None:

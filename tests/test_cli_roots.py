@@ -1179,9 +1179,19 @@ def test_expired_pins_do_not_count(root: Path) -> None:
     assert "is not pinned\n" in ended.err
 
 
-@pytest.mark.parametrize("place", [name(0), f"{name(0)}/", "link"])
+@pytest.mark.parametrize("more", [[], ["--force"], ["--garbage"]])
+def test_rm_refuses_a_link(root: Path, more: list[str]) -> None:
+    for path in (f"{root}/latest", f"{root}/latest/"):
+        ended = run("rm", "--yes", *more, root / name(0), path)
+        assert (ended.code, ended.out) == (2, "")
+        assert f"{path} is a link to {name(300)}, and nothing was deleted" in ended.err
+    assert len(names(root)) == 4
+    assert run("verify", root / name(300)).code == 0
+
+
+@pytest.mark.parametrize("place", [name(0), f"{name(0)}/", "linked/" + name(0)])
 def test_rm_spares_pinned_steps(root: Path, place: str) -> None:
-    (root / "link").symlink_to(name(0))
+    (root / "linked").symlink_to(".")
     run("pin", root, 0, "--reason", "paper")
     run("pin", root, 100, "--reason", "short", "--until", "0.01s")
     for given in ([f"{root}/{place}"], [root / name(100), f"{root}/{place}"]):
