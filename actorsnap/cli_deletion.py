@@ -31,7 +31,13 @@ from actorsnap.cli_calls import (
     recover_command,
     run,
 )
-from actorsnap.errors import ActorSnapError, ChecksumMismatch, NotASnapshot, UsageError
+from actorsnap.errors import (
+    AccessDenied,
+    ActorSnapError,
+    ChecksumMismatch,
+    NotASnapshot,
+    UsageError,
+)
 from actorsnap.format.layout import Attempt
 from actorsnap.runtime import maintenance, reading
 from actorsnap.runtime.roots import find_pins
@@ -136,12 +142,24 @@ def _delete(source: Source, path: str) -> None:
     except NotASnapshot:
         raise
     except (ActorSnapError, KeyboardInterrupt) as error:
+        if isinstance(error, AccessDenied) and _is_whole(source):
+            error.add_note(f"{path} is unchanged")
+            raise
         error.add_note(
             f"the commit object of {path} may be deleted, and its data not: "
             f"{_garbage_command(path)} deletes the rest. For a snapshot that another host has "
             "saved in the last 24 hours, that needs --force, too"
         )
         raise
+
+
+def _is_whole(source: Source) -> bool:
+    """Returns whether the commit object, which is deleted first, is there."""
+    try:
+        run(reading.load_commit(Source(source.location, source.options)))
+    except ActorSnapError:
+        return False
+    return True
 
 
 @contextmanager

@@ -1207,6 +1207,21 @@ def test_rm_spares_pinned_steps(root: Path, place: str) -> None:
     assert [info[0] for info in run("steps", root).rows] == [name(200), name(300)]
 
 
+@pytest.mark.parametrize("is_late", [False, True])
+def test_rm_that_is_denied_says_what_is_left(root: Path, is_late: bool) -> None:
+    def wrap(inner: Storage) -> Storage:
+        denied = AccessDenied(op="delete", key="", backend=inner.url, detail="Read-only")
+        verbs = {"delete_folder"} if is_late else {"delete"}
+        return FaultyStorage(inner, fail_at=1, fail_verbs=verbs, error=denied, is_lasting=True)
+
+    with faulty(wrap):
+        ended = run("rm", "--yes", faulty_url(root / name(0)))
+    assert ended.code == 4
+    assert (f"{name(0)} is unchanged\n" in ended.err) is not is_late
+    assert ("`actorsnap rm --garbage --yes" in ended.err) is is_late
+    assert run("verify", root / name(0)).code == (3 if is_late else 0)
+
+
 def test_rm_looks_for_pins_after_the_question(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def confirm(question: str) -> bool:
         assert run("pin", root, 0, "--reason", "paper").code == 0
