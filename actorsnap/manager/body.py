@@ -22,6 +22,7 @@ from actorsnap.actors.abandonable import first_error
 from actorsnap.errors import (
     ActorSnapError,
     IncompatibleState,
+    RestoreAborted,
     RootTaken,
     StorageError,
     UsageError,
@@ -519,6 +520,8 @@ class ManagerBody:
             found = yield from self._announce(kind, find, refusal)
             name = StepName.parse(found["name"])
             if name is None:
+                if found["is_empty"]:
+                    yield from self._announce(kind, _nothing, (yield from self._see_others()))
                 return None
             skipped = tuple((url, why) for url, why in found["skipped"])
             places = self.places.places
@@ -539,6 +542,29 @@ class ManagerBody:
             place.damaged.pop(name, None)
             self._is_newest = kind is CallKind.RESTORE_LATEST
             return self._continue_from(place, name, report, skipped)
+
+    def _see_others(self) -> Script[Exception | None]:
+        """Returns why the ranks must not begin from nothing, although rank 0 has found nothing."""
+        root = self.root
+        # Objects are the same for all ranks: no request.
+        if not self._rank or not self._label_url.startswith("/"):
+            return None
+
+        async def look(opened: OpenSource) -> bool:
+            listing = await root.look(opened)
+            return bool(await root.read_commits(opened, listing.names))
+
+        try:
+            if not (yield from root.source.perform("find the latest", look)):
+                return None
+        except ActorSnapError as error:
+            return error
+        return RestoreAborted(
+            reason=f"this rank sees snapshots at {root.url}, and rank 0 does not: use a path on "
+            "storage that all ranks share",
+            rank=self._rank,
+            stage=str(Stage.JOIN),
+        )
 
     def finish_keeping(self) -> Script[None]:
         """What will be restored must not be deleted in the meantime."""
@@ -561,6 +587,8 @@ class ManagerBody:
             group=settings.group,
             store=settings.store,
             progress=settings.progress,
+            # A tier may be lost on one rank's machine.
+            is_found=place is self.places.places[-1],
         )
         report = yield from restore.try_restore(place.snapshot(name), call, overwritten)
         if self.asking.improvements and self._is_keeper:

@@ -112,7 +112,7 @@ class Search:
             yield from self._check_fresh([name for name in names if name not in self._damaged])
         if not self._listing.names:
             yield from self._root.source.perform("find the latest", _warn_of_other_checkpoints)
-        return {"name": "", "skipped": self._pairs}
+        return {"name": "", "is_empty": not self._listing.names, "skipped": self._pairs}
 
     def _found(self, *, is_last: bool = False) -> dict[str, Any]:
         # Counted from the end: another rank may know the root only, which is the last.

@@ -15,6 +15,7 @@ from actorsnap.actors.trace import Wait, Work
 from actorsnap.errors import (
     ActorSnapError,
     IncompatibleState,
+    NotASnapshot,
     RestoreAborted,
     UsageError,
     call_user_code,
@@ -62,7 +63,11 @@ logger = Log(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestoreCall:
-    """The arguments of ``Snapshot.restore``."""
+    """The arguments of ``Snapshot.restore``.
+
+    Attributes:
+        is_found: Rank 0 has found the snapshot: a rank that does not find it sees another storage.
+    """
 
     app_state: AppState
     strict: bool = True
@@ -72,6 +77,7 @@ class RestoreCall:
     group: Any = None
     store: Any = None
     progress: bool = False
+    is_found: bool = False
 
     def __post_init__(self) -> None:
         check_flag("cast", self.cast)
@@ -387,7 +393,17 @@ def _compare(
 ) -> Script[tuple[Compared, RestoreReads]]:
     """Reads the index; compares once all ranks read the same."""
     num_ranks = 1 if rounds.team is None else rounds.team.world_size
-    begun = yield from _begin_index(source, rounds.rank, num_ranks)
+    try:
+        begun = yield from _begin_index(source, rounds.rank, num_ranks)
+    except NotASnapshot as error:
+        if not (call.is_found and rounds.rank and error.found == "absent"):
+            raise
+        raise RestoreAborted(
+            reason=f"rank 0 finds {source.location.display_url}, and this rank does not see it: "
+            "use a path on storage that all ranks share",
+            rank=rounds.rank,
+            stage=str(Stage.JOIN),
+        ) from None
     attempt = begun.attempt if isinstance(begun, Index) else begun.commit.attempt
     observation.attempt = attempt
     observation.caller.note(Work.INDEX)

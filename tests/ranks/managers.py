@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
+from contextlib import chdir, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -130,6 +130,14 @@ def finds_none(me: Rank, path: str) -> dict[str, Any]:
     damaged = trainer.restored()
     allowed = trainer.manager.restore_latest(allow_fresh=True)
     return {"nothing": nothing, "damaged": damaged, "is_fresh": allowed is None}
+
+
+def not_shared(me: Rank, path: str, call: str) -> dict[str, Any]:
+    """The path is below a folder of the rank's own."""
+    with chdir(Path(path) / str(me.rank)):
+        trainer = Trainer("/proc/self/cwd/run", me.rank, has_own=False)
+        found = trainer.restored() if call == "restore_latest" else {}
+        return found or outcome(lambda: trainer.manager.restore(10))
 
 
 def is_taken(me: Rank, path: str) -> dict[str, Any]:
@@ -480,8 +488,8 @@ def drifts(me: Rank, path: str) -> Any:
 _SCENARIOS: dict[str, Callable[..., Any]] = {
     scenario.__name__: scenario
     for scenario in (
-        *(falls_back, finds_none, is_taken, differs, objects, has_trouble, ends_early, fails_apart),
-        *(is_idle, like_xla, saves, shows_progress, has_tier, drifts),
+        *(falls_back, finds_none, not_shared, is_taken, differs, objects, has_trouble, ends_early),
+        *(fails_apart, is_idle, like_xla, saves, shows_progress, has_tier, drifts),
     )
 }
 

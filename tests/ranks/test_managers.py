@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from actorsnap import IncompatibleState
+from actorsnap import IncompatibleState, StateDict
+from actorsnap.manager.sync import CheckpointManager
 from actorsnap.sync import Snapshot
 from tests.ranks.managers import OPTIONS
 from tests.worlds import Director
@@ -64,6 +66,29 @@ def test_all_find_nothing_or_nothing_whole(
         assert one["is_fresh"]
     (text,) = same([one["damaged"] for one in said], "text")
     assert text.count("ChecksumMismatch") == 2
+
+
+@pytest.mark.parametrize(
+    ("has_it", "call", "says"),
+    [
+        (0, "restore_latest", "rank 0 finds /proc/self/cwd/run/step-0000000010.g1, and this rank"),
+        (0, "restore", "rank 0 finds /proc/self/cwd/run/step-0000000010.g1, and this rank"),
+        (1, "restore_latest", "this rank sees snapshots at /proc/self/cwd/run, and rank 0"),
+    ],
+)
+def test_a_root_that_only_one_rank_sees(
+    director: Director, tmp_path: Path, has_it: int, call: str, says: str
+) -> None:
+    for rank in (0, 1):
+        (tmp_path / "run" / str(rank)).mkdir(parents=True)
+    with CheckpointManager(tmp_path / f"run/{has_it}/run", options=OPTIONS) as manager:
+        manager.save(10, app_state={"train": StateDict(weight=torch.ones(300), step=10)})
+    said = play(director, tmp_path, "not_shared", 2, call=call)
+    error, text, rank, stage = same(said, "error", "text", "rank", "stage")
+    assert (error, rank, stage) == ("RestoreAborted", 1, "join")
+    assert says in text
+    assert "use a path on storage that all ranks share" in text
+    assert "delete" not in text
 
 
 @each_size
