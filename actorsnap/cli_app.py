@@ -123,6 +123,7 @@ app = typer.Typer(
     cls=Commands,
     epilog=EPILOG,
     no_args_is_help=True,
+    context_settings={"help_option_names": ["--help", "-h"]},
     help="Inspect, verify, compare, copy, convert, export, recover and delete snapshots.",
     pretty_exceptions_enable=False,
 )

@@ -153,7 +153,7 @@ def recover_command(path: str) -> str:
 
 def require_folder(root: str) -> None:
     """Raises ``NothingFound`` if a local root does not exist: its name may be misspelled."""
-    folder = canonical(root)
+    folder = canonical(check_url(root))
     if folder.startswith("/") and not os.path.lexists(folder):
         raise NothingFound(f"{root} does not exist: check the path")
 

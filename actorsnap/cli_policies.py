@@ -43,6 +43,9 @@ def _parse_policy(text: str) -> KeepPolicy:
     kind, _, arguments = text.partition(":")
     parse = _PARSERS.get(kind)
     if parse is None:
+        kind = re.split("[=(]", kind)[0]
+        if kind in _EXAMPLES:
+            raise UsageError(f"--keep {text}: write {_EXAMPLES[kind]}")
         raise UsageError(f"--keep {text}: no such policy; there are {', '.join(_PARSERS)}")
     try:
         return parse(arguments)

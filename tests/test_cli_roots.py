@@ -1381,3 +1381,21 @@ def test_policies(texts: list[str], policy: KeepPolicy) -> None:
 def test_what_is_no_policy(text: str) -> None:
     with pytest.raises(UsageError):
         parse_policies([text])
+
+
+@pytest.mark.parametrize("text", ["last=2", "last(2)"])
+def test_a_policy_with_another_sign(text: str) -> None:
+    with pytest.raises(UsageError, match=r": write last:3$"):
+        parse_policies([text])
+
+
+@pytest.mark.parametrize("command", [[], ["steps"], ["cp"]])
+def test_short_help(command: list[str]) -> None:
+    assert run(*command, "-h").out == run(*command, "--help").out
+
+
+@pytest.mark.parametrize("command", [["steps"], ["verify", "--all"]])
+def test_a_url_that_lost_a_slash(command: list[str]) -> None:
+    ended = run(*command, "s3:/my-bucket/runs/7")
+    assert ended.code == 2
+    assert "looks like a URL that lost a slash" in ended.err

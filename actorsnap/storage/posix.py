@@ -424,9 +424,8 @@ def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> Stora
     if number == errno.ENOSPC:
         return make(
             StorageFull,
-            f"{reason}: {_describe_free_space(root)}. What a failed save has written is deleted, "
-            "so more may be free now. Delete old snapshots (`actorsnap prune` or `rm`) or store "
-            "elsewhere",
+            f"{reason}: {_describe_free_space(root)}. Delete old snapshots (`actorsnap prune` or "
+            "`rm`) or store elsewhere",
         )
     if number == errno.EDQUOT:
         return make(
