@@ -103,6 +103,7 @@ class ManagerBody:
         self._continues_newest = False
         self._superseded: int | None = None
         self._is_newest = False  # what was restored last
+        self._found_none = False
         self._output = Output()
         self._pid = os.getpid()
         self._saving = threading.Lock()
@@ -522,6 +523,7 @@ class ManagerBody:
             if name is None:
                 if found["is_empty"]:
                     yield from self._announce(kind, _nothing, (yield from self._see_others()))
+                self._found_none = True
                 return None
             skipped = tuple((url, why) for url, why in found["skipped"])
             places = self.places.places
@@ -701,6 +703,7 @@ class ManagerBody:
         self._keeper.generation = self._generation
         self._keeper.restored = self._restored
         self._keeper.is_newest = self._is_newest
+        self._keeper.found_none = self._found_none
         return self._keeper
 
     def _team(self) -> Team | None:

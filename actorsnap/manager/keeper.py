@@ -262,6 +262,7 @@ class Keeper:
         self.generation: int | None = None
         self.restored: StepName | None = None
         self.is_newest = False  # ``restored`` was the newest step
+        self.found_none = False  # the last restore
         self.is_superseded = False
         self.verified: int | None = None
         self.num_left = 0
@@ -471,7 +472,13 @@ class Keeper:
             if isinstance(commit, Commit) and name.generation < generation
         ]
         steps = [str(name.step) for name in current_timeline(listing, earlier)]
-        if steps:
+        if steps and self.found_none:
+            logger.warning(
+                "%s: this run began from nothing, because restore_latest() found no intact step, "
+                "so it abandons %s. If another job has saved here since, give each its own root",
+                *(self._root.url, _some_steps(steps)),
+            )
+        elif steps:
             logger.warning(
                 "%s: this run began without restore_latest(), so it abandons what was saved "
                 "before: %s. To continue that run, call restore_latest() first",

@@ -606,6 +606,20 @@ def test_a_run_that_begins_again(
     assert second.manager.all_steps() == [300, 400]
 
 
+def test_two_jobs_that_begin_in_one_root(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    first, second = Run(root), Run(root)
+    assert first.manager.restore_latest() is None
+    assert second.manager.restore_latest() is None
+    first.train(0)
+    first.manager.wait()
+    second.train(0)
+    second.close()
+    (text,) = [record.getMessage() for record in caplog.records]
+    assert "restore_latest() found no intact step, so it abandons step 0. If another job" in text
+    with pytest.raises(RootTaken):
+        first.train(100)
+
+
 def test_a_manager_that_was_not_closed(root: Path, caplog: pytest.LogCaptureFixture) -> None:
     """A cell of a notebook that runs again: a save of the earlier manager is in flight."""
     first = Run(root, keep=keep.all())
