@@ -7,7 +7,8 @@ late.
 1. No message of a rank passes unless its label is rank 0's. So no rank writes, and no round passes,
 before all ranks have made the same call.
 2. If labels differ, all ranks get one ``UsageError`` with the labels, after ``SETTLE_S`` or once
-all ranks have called. Then no message passes: it may belong to another call.
+all ranks have called. If they differ by a manager's ``close`` only, they get the abort of an early
+end. Then no message passes: it may belong to another call.
 3. A failure of one rank waits as long: a call out of phase may be its cause, and is then the error.
 A cancellation does not wait.
 4. Ranks that have called are reminded of absent ones, which the deadline and the loss of a rank
@@ -22,7 +23,7 @@ from enum import StrEnum
 
 from actorsnap.errors import UsageError
 from actorsnap.protocol.failure import Failure, Stage, explain_loss, restore_aborted
-from actorsnap.protocol.messages import Label
+from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.wording import named_ranks
 
 REMIND_AFTER_S = (10.0, 60.0, 300.0)
@@ -187,12 +188,28 @@ class RollCall:
         if self.is_over:
             return
         if any(digest != self._own for digest in self._called.values()):
-            failure = Failure.of(UsageError(self._difference()), stage=Stage.JOIN)
+            failure = self._early_end() or Failure.of(
+                UsageError(self._difference()), stage=Stage.JOIN
+            )
         assert failure is not None
         self._refuse(failure)
 
     def _refuse(self, failure: Failure) -> None:
         self.state, self.refusal = _S.REFUSED, failure
+
+    def _early_end(self) -> Failure | None:
+        """Returns the failure if some ranks close a manager, and the others make one other call."""
+        labels = {rank: self._labels.get(digest) for rank, digest in sorted(self._called.items())}
+        closing = [rank for rank, each in labels.items() if each and each.kind is CallKind.CLOSE]
+        others = {label for rank, label in labels.items() if rank not in closing}
+        if len(others) != 1 or (other := others.pop()) is None:
+            return None
+        has, their = ("has", "its") if len(closing) == 1 else ("have", "their")
+        reason = (
+            f"{named_ranks(closing)} {has} closed {their} CheckpointManager, and had not called "
+            f"{other}, which every rank has to call"
+        )
+        return aborted(other, reason, closing[0] if len(closing) == 1 else None)
 
     def _difference(self) -> str:
         ranks: dict[bytes, list[int]] = {}

@@ -78,6 +78,22 @@ def test_one_rank_out_of_phase(other: Label, odd: int) -> None:
     assert f"rank {odd}: {other}" in text
 
 
+@pytest.mark.parametrize("closing", [(0,), (1,), (0, 2)])
+@pytest.mark.parametrize("other", [TAKE, RESTORE])
+def test_a_manager_that_is_closed_early(other: Label, closing: tuple[int, ...]) -> None:
+    close = Label(CallKind.CLOSE, "s3://b")
+    roll = begin(3, close if 0 in closing else other)
+    for rank in (2, 0, 1):
+        call(roll, rank, close if rank in closing else other)
+    assert roll.refusal is not None
+    error = roll.refusal.to_error()
+    assert isinstance(error, SnapshotAborted if other is TAKE else RestoreAborted)
+    assert error.rank == (closing[0] if len(closing) == 1 else None)
+    who = {(0,): "rank 0 has", (1,): "rank 1 has", (0, 2): "ranks 0 and 2 have"}[closing]
+    assert f"{who} closed" in error.reason
+    assert f"had not called {other}, which" in error.reason
+
+
 def test_who_has_not_called_is_shown_after_a_while() -> None:
     roll = begin(4)
     call(roll, 0)

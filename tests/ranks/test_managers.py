@@ -215,6 +215,19 @@ def test_a_rank_that_ends_early_is_named_by_the_others_at_once(
         assert all(each["seconds"] < OPTIONS.lost_after_s for each in one["said"])
 
 
+@pytest.mark.parametrize("whom", [1, 0])
+def test_a_rank_that_ends_early_while_the_others_save(
+    director: Director, tmp_path: Path, whom: int
+) -> None:
+    """Its last step is not saved, so its ``close`` asks the others."""
+    said = play(director, tmp_path, "ends_early", 2, whom=whom, how="unsaved", then="waits")
+    assert same(said, "found", "steps") == [10, [0, 10, 20, 30]]
+    failed, closed = said[1 - whom]["said"]
+    assert (failed["error"], failed["rank"], failed["stage"]) == ("SnapshotAborted", whom, "join")
+    assert f"rank {whom} has closed its CheckpointManager, and had not called" in failed["text"]
+    assert closed["error"] == ""
+
+
 @each_size
 @pytest.mark.parametrize("what", ["goes_back", "save", "restore_latest", "restore"])
 def test_the_objection_of_one_is_raised_by_all(
