@@ -243,7 +243,7 @@ class ParticipantActor:
         error = failure.to_error(names_rank=True)
         if failure.rank is not None and not isinstance(error, RestoreAborted | UsageError):
             error.add_note(
-                f"actorsnap: it began on rank {failure.rank}, in stage '{failure.stage}'"
+                f"actorsnap: rank {failure.rank} was the first to fail, in stage '{failure.stage}'"
             )
         return error
 

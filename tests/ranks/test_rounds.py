@@ -30,7 +30,7 @@ def test_what_one_raises_all_raise(director: Director, whom: int) -> None:
     for rank, said in enumerate(found):
         assert said["error"] == ["StorageError", "StorageError (read of 'k' in b)"]
         assert said["cause"] == "None"
-        note = f"actorsnap: it began on rank {whom}, in stage 'read'"
+        note = f"actorsnap: rank {whom} was the first to fail, in stage 'read'"
         assert said["notes"] == ([] if rank == whom else [note])
         assert said["took_s"] < OPTIONS.timeout_s
         assert said["again"] == "xx"
