@@ -9,17 +9,22 @@ from __future__ import annotations
 
 import ast
 import re
+import textwrap
 from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
 
 from actorsnap import RNGState, StateDict
 from actorsnap.cli import app
+from actorsnap.interop.exports import export_dcp
 from actorsnap.sync import Snapshot
 from tests.pages import ROOT, blocks
 
@@ -136,6 +141,43 @@ def test_the_files_that_are_named_exist() -> None:
 def without_numbers(text: str) -> str:
     text = re.sub(r"\d+(\.\d)? ([KM]i)?B\b", "<size>", text)
     return re.sub(r"\b\d+ (tensor|value|file)s?\b", r"<number> \1", text)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is (disabled|unavailable)")
+def test_from_a_dcp_folder_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run continues from an old job's folder, and exports one that the old job loads."""
+    monkeypatch.chdir(tmp_path)
+
+    def job() -> dict[str, Any]:
+        model = torch.nn.Linear(2, 3)
+        optimizer = torch.optim.AdamW(model.parameters())
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+
+    def state_of(job: dict[str, Any], step: int) -> dict[str, Any]:
+        model, optimizer = get_state_dict(job["model"], job["optimizer"])
+        scheduler = job["scheduler"].state_dict()
+        return {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": step}
+
+    old, new, back = job(), job(), job()
+    old["model"](torch.ones(1, 2)).sum().backward()
+    old["optimizer"].step()
+    old["scheduler"].step()
+    saved = state_of(old, 40)
+    dcp.save(saved, checkpoint_id="ckpt", no_dist=True)
+    (block,) = [
+        each for each in blocks(text_of("migrate/dcp-folders.md"), "python") if "progress" in each
+    ]
+    exec(compile(block, "dcp-folders.md", "exec"), names := {**new})
+    assert names["progress"]["step"] == 40
+    assert str(state_of(new, 40)) == str(saved)
+
+    Snapshot.take("runs/7/step-0000000900.g1", names["app_state"])
+    found = re.findall(r"```python\n(  names = .*?)  ```", text_of("migrate/export.md"), re.DOTALL)
+    exec(textwrap.dedent(found[0]), {"Snapshot": Snapshot, "export_dcp": export_dcp})
+    loaded = state_of(back, 0)
+    dcp.load(loaded, checkpoint_id="old-names", no_dist=True)
+    assert str(loaded) == str(saved)
 
 
 def test_the_page_of_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
