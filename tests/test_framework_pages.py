@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from typer.testing import CliRunner
 
@@ -164,7 +164,7 @@ def test_from_a_dcp_folder_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     old["optimizer"].step()
     old["scheduler"].step()
     saved = state_of(old, 40)
-    dcp.save(saved, checkpoint_id="ckpt", no_dist=True)
+    state_dict_saver.save(saved, checkpoint_id="ckpt", no_dist=True)
     (block,) = [
         each for each in blocks(text_of("migrate/dcp-folders.md"), "python") if "progress" in each
     ]
@@ -176,7 +176,7 @@ def test_from_a_dcp_folder_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     found = re.findall(r"```python\n(  names = .*?)  ```", text_of("migrate/export.md"), re.DOTALL)
     exec(textwrap.dedent(found[0]), {"Snapshot": Snapshot, "export_dcp": export_dcp})
     loaded = state_of(back, 0)
-    dcp.load(loaded, checkpoint_id="old-names", no_dist=True)
+    state_dict_loader.load(loaded, checkpoint_id="old-names", no_dist=True)
     assert str(loaded) == str(saved)
 
 
