@@ -412,10 +412,11 @@ class _Comparer:
         ]
         hints: list[str] = []
         for path in part.match.missing[:3]:
-            parent, _, name = path.rpartition("/")
-            siblings = [other for other in free if other.rpartition("/")[0] == parent]
-            names = [other.rpartition("/")[2] for other in siblings]
-            if hint := did_you_mean(name, names, prefix=f"{parent}/"):
+            # Of a flat name, such as "param_groups.weight.lr", too: else all would be similar.
+            parent = path[: max(path.rfind("/"), path.rfind(".")) + 1]
+            rests = [other.removeprefix(parent) for other in free if other.startswith(parent)]
+            names = [rest for rest in rests if not {"/", "."} & {*rest}]
+            if hint := did_you_mean(path.removeprefix(parent), names, prefix=parent):
                 hints.append(f"the snapshot has no {path!r}; {hint}")
         return " ".join(hints)
 

@@ -933,6 +933,19 @@ def test_a_misspelt_entry(tmp_path: Path) -> None:
     assert list(caught.value.hints) == ["the snapshot has no 'p/epochs'; did you mean 'p/epoch'?"]
 
 
+def test_flat_names_are_compared_by_their_last_part(tmp_path: Path) -> None:
+    app_state = {"p": StateDict({"groups.weight.lr": 1, "groups.weight.betas": 2})}
+    snapshot = sync.Snapshot.take(tmp_path / "s", app_state)
+    for name, hints in (
+        ("initial_lr", []),
+        ("beta", ["the snapshot has no 'p/groups.weight.beta'; did you mean "]),
+    ):
+        with pytest.raises(IncompatibleState) as caught:
+            snapshot.restore({"p": StateDict({f"groups.weight.{name}": 0})})
+        assert caught.value.missing == (f"p/groups.weight.{name}",)
+        assert [hint.split("'p/groups.weight.betas'?")[0] for hint in caught.value.hints] == hints
+
+
 def test_a_key_of_an_old_file(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     torch.save({"model_state_dict": model.state_dict(), "epoch": 3}, tmp_path / "old.pt")
