@@ -837,14 +837,15 @@ def test_what_is_no_folder_of_snapshots(root: Path, tmp_path: Path) -> None:
     ended = run("cp", "--all", root / name(0), tmp_path / "copy")
     assert ended.code == 3
     assert "is one snapshot, not a folder of them: leave out --all" in ended.err
-    ended = run("cp", "--all", root.parent, tmp_path / "copy")
+    ended = run("cp", "--all", root.parent, tmp_path.with_name(f"{tmp_path.name}-copy"))
     assert ended.code == 3
     assert f"some further down: {root.name}/{name(0)}" in ended.err
     assert run("cp", "--all", tmp_path / "none", tmp_path / "copy").code == 3
-    ended = run("cp", "--all", root, root / name(0))
+    other = shutil.copytree(root / name(0), tmp_path / "other")
+    ended = run("cp", "--all", root, other)
     assert (ended.code, ended.out) == (2, "")
     assert "is a snapshot: with --all, name the folder of the copies" in ended.err
-    ended = run("cp", "--all", root, root / name(0) / "copy")
+    ended = run("cp", "--all", root, other / "copy")
     assert ended.code == 2
     assert "is in a snapshot, which would contain the copy" in ended.err
     assert not (tmp_path / "copy").exists()

@@ -422,7 +422,7 @@ class _Comparer:
 
     def _with_names_of(self, key: str, others: Iterable[str]) -> list[str]:
         """Returns the keys whose state has the names that the state of ``key`` has."""
-        names = {escape(name) for name in self._states[key]}
+        names = {escape(name) for name in self._states[key] or ()}
 
         def has_them(other: str) -> bool:
             below = len(escape(other)) + 1

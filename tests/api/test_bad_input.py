@@ -305,7 +305,7 @@ def test_a_full_disk(zygote: Zygote, tmp_path: Path) -> None:
     for one in failures:
         assert one["error"] == "SnapshotAborted", one
         assert one["cause"] == "StorageFull", one
-        assert "bytes were left when it failed. What a failed save" in one["says"], one
+        assert "bytes were left when it failed. Delete old snapshots" in one["says"], one
         assert (
             "Delete old snapshots (`actorsnap prune` or `rm`) or store elsewhere" in one["says"]
         ), one
