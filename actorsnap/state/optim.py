@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from inspect import Parameter, signature
 from typing import Any, Final
@@ -322,6 +323,7 @@ class ModelState:
         return names.StateDictOptions(strict=strict, flatten_optimizer_state_dict=self.flatten)
 
     def _prime(self) -> None:
+        _reshard(self.model)
         own = set(map(id, self.model.parameters()))
         for optimizer in self.optimizers:
             if any(id(p) not in own for group in optimizer.param_groups for p in group["params"]):
@@ -332,6 +334,19 @@ class ModelState:
         # Else torch runs a step, which drops gradients.
         for optimizer in self.optimizers:
             prime_optimizer(optimizer)
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Puts back the sharded parameters of ``fully_shard``, as its hooks of ``state_dict`` do.
+
+    The outer module holds the whole ones from a forward pass to its backward pass, so also after an
+    evaluation.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is not None:
+        for module in model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
 
 
 def parts_of(stateful: object) -> tuple[torch.nn.Module | None, tuple[torch.optim.Optimizer, ...]]:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from actorsnap import ActorSnapError, ModelState, Options, StateDict
 from actorsnap import Snapshot as AsyncSnapshot
@@ -319,6 +319,47 @@ def forms(me: Rank, path: str, flatten: bool) -> dict[str, Any]:
 
 def direct_forms(num_ranks: int, **arguments: Any) -> list[Any]:
     world = World(num_ranks, forms, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
+def evaluated(me: Rank, path: str) -> list[bool]:
+    """Saves and restores after an evaluation: only a backward pass shards the model again."""
+    me.join_gloo()
+    same = []
+    for name in ("named", "plain"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(37, 8), nn.Linear(8, 37))
+        fully_shard(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        train = ModelState(model, optimizer)
+        state = {"train": train} if name == "named" else {"model": model, "optimizer": optimizer}
+
+        def evaluate(model: nn.Module = model) -> None:
+            with torch.no_grad():
+                model(torch.arange(4))
+            assert not any(isinstance(each, DTensor) for each in model.parameters())
+
+        models.step(model, optimizer)
+        expected = full(train.state_dict())
+        evaluate()
+        Snapshot.take(f"{path}/{name}", state, options=SAVE)
+        models.step(model, optimizer)
+        evaluate()
+        assert Snapshot(f"{path}/{name}").plan_restore(state).is_complete
+        evaluate()
+        Snapshot(f"{path}/{name}").restore(state)
+        same.append(equal(full(train.state_dict()), expected))
+        models.step(model, optimizer)
+    dist.barrier()
+    dist.destroy_process_group()
+    return same
+
+
+def direct_evaluated(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, evaluated, **arguments)
     try:
         return world.results()
     finally:

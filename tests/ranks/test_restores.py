@@ -141,6 +141,11 @@ def test_distributed_optimizer_states_restore_in_their_own_form_only(
         assert said["same form"]
 
 
+def test_after_an_evaluation(director: Director, tmp_path: Path) -> None:
+    found = director.play("direct_evaluated", num_ranks=2, path=str(tmp_path))
+    assert found == [[True, True]] * 2
+
+
 def test_buffers_after_fully_shard_restore_on_other_numbers_of_ranks(
     director: Director, tmp_path: Path
 ) -> None:
