@@ -37,7 +37,7 @@ from dataclasses import dataclass
 from shlex import quote
 from typing import Any, TypeVar
 
-from actorsnap.wording import format_list
+from actorsnap.wording import format_list, is_initial_lr
 
 T = TypeVar("T")
 
@@ -391,7 +391,7 @@ class IncompatibleState(ActorSnapError):
         if self.misfit == "out":
             return "Pass an out of the saved dtype and shape, or none."
         advice = ["strict=False restores what matches and reports the rest."]
-        if self.missing:
+        if not all(map(is_initial_lr, self.missing)):
             advice.append("If leaves have other names, rename= of Snapshot.restore maps them.")
         if any(_DTYPES.search(line) for line in self.mismatched):
             advice.append("cast=True of Snapshot.restore converts floating-point dtypes.")

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
-from itertools import groupby
+from itertools import groupby, islice
 
 _MAX_SHOWN_RANKS = 8
 """Limit of the numbers and ranges of ranks in a text."""
@@ -54,10 +55,33 @@ def named_ranks(ranks: Iterable[int]) -> str:
 
 
 def format_list(title: str, lines: Sequence[str]) -> list[str]:
-    """Returns a title and up to 20 lines below it; nothing without lines."""
+    """Returns a title and up to 20 lines below it; nothing without lines.
+
+    Names of a parameter in a flat optimizer state share a line.
+    """
     if not lines:
         return []
-    shown = [f"    {line}" for line in lines[:20]]
-    if len(lines) > 20:
-        shown.append(f"    ... and {len(lines) - 20} more")
+    folded: dict[str, list[str]] = {}
+    for line in lines:
+        parameter = _FLAT_NAME.match(line)
+        folded.setdefault(parameter[1] if parameter else line, []).append(line)
+    shown = [_folded(start, own) for start, own in islice(folded.items(), 20)]
+    if rest := [line for own in islice(folded.values(), 20, None) for line in own]:
+        shown.append(f"    ... and {len(rest)} more")
     return [f"  {title} ({len(lines)}):", *shown]
+
+
+_FLAT_NAME = re.compile(r"(.+/(?:state|param_groups)\.[^:\s]+\.)[^.:/\s]+$")
+
+
+def _folded(start: str, lines: Sequence[str]) -> str:
+    if len(lines) == 1:
+        return f"    {lines[0]}"
+    names = [line.removeprefix(start) for line in lines]
+    rest = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"    {start}* ({', '.join(names[:3])}{rest})"
+
+
+def is_initial_lr(path: str) -> bool:
+    """Whether a path is of the value that a learning-rate scheduler adds to its optimizer."""
+    return path.endswith((".initial_lr", "/initial_lr"))

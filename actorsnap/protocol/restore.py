@@ -24,6 +24,7 @@ from actorsnap.errors import IncompatibleState, SnapshotReplaced
 from actorsnap.planning.shared_reads import ReadInterest, ReadMode, plan_shared_reads
 from actorsnap.protocol.failure import Stage
 from actorsnap.protocol.rounds import Continue
+from actorsnap.wording import named_ranks
 
 T = TypeVar("T")
 
@@ -186,9 +187,11 @@ def _unexpected(ranks: Sequence[Comparison]) -> list[_Lines]:
 
 
 def _merged_lines(ranks: Sequence[_Lines]) -> _Lines:
-    """Merges lines; one that not all ranks have names its rank."""
-    common = set(ranks[0]).intersection(*ranks[1:])
-    lines = [line for line in ranks[0] if line in common]
+    """Merges lines; one that not all ranks have names its ranks."""
+    owners: dict[str, dict[int, None]] = {}
     for rank, own in enumerate(ranks):
-        lines += [f"rank {rank}: {line}" for line in own if line not in common]
-    return tuple(lines)
+        for line in own:
+            owners.setdefault(line, {})[rank] = None
+    common = [line for line, own in owners.items() if len(own) == len(ranks)]
+    others = [(named_ranks(own), line) for line, own in owners.items() if len(own) < len(ranks)]
+    return (*common, *[f"{names}: {line}" for names, line in others])

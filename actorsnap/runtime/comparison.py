@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cache
@@ -21,7 +21,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.options import Options
-from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, Wants
+from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry, Wants
 from actorsnap.planning.renaming import Rename
 from actorsnap.planning.shared_reads import ReadInterest
 from actorsnap.protocol.restore import Comparison
@@ -37,6 +37,7 @@ from actorsnap.runtime.optimizer_comparison import (
 )
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
 from actorsnap.state.objects import Refused, decode_inline
+from actorsnap.state.optim import ModelState
 from actorsnap.state.records import Rebuild
 from actorsnap.state.restore.aliasing import find_conflicts
 from actorsnap.state.restore.build import KeyRestore, prepare
@@ -51,7 +52,7 @@ from actorsnap.state.stateful import (
     matching_of,
 )
 from actorsnap.state.tree import DICT_TYPES, escape, join
-from actorsnap.wording import did_you_mean, named_ranks
+from actorsnap.wording import did_you_mean, is_initial_lr, named_ranks
 
 _MAX_COMPARED = 2000
 """Number of leaves that a suggestion is looked for in."""
@@ -272,8 +273,12 @@ class _Comparer:
             or part.match.mismatched
         )
         if part.match.missing:
-            hint = _explain_prefix(escape(key), part) or self._explain_typo(key, part)
-            compared.hints += [hint] * bool(hint)
+            hint = (
+                _explain_prefix(escape(key), part)
+                or self._explain_layers(key, part)
+                or self._explain_typo(key, part)
+            )
+            compared.hints += filter(None, [hint, _explain_initial_lr(key, stateful, part)])
         if differs and adapts(stateful):
             compared.adapting[key] = part
             # Fresh: a module that adapts may move a leaf.
@@ -399,6 +404,29 @@ class _Comparer:
             return f"{text}; {has}"
         return f"{text}; {has}. To leave it as it is, pass keys={found} to Snapshot.restore"
 
+    def _explain_layers(self, key: str, part: KeyRestore) -> str:
+        """Returns the whole rename of layers whose names differ; else an empty text.
+
+        A ``ModelState`` has the names of layers in its optimizer state, too.
+        """
+        missing = [path for path in part.match.missing if part.match.rules.is_strict(path)]
+        if isinstance(self.rename, Mapping):
+            pairs = dict(self.rename)
+        elif self.rename is None:
+            listed = {*part.match.unexpected, *part.match.unplaced}
+            pairs = _renamed_layers(self._entries[key], part.match.targets, missing, listed)
+        else:
+            return ""
+        for old, new in [*pairs.items()] if isinstance(self.app_state[key], ModelState) else []:
+            for section in ("state", "param_groups"):
+                renamed = new.replace("/model/", f"/optim/{section}.", 1)
+                below = f"{renamed.rstrip('.')}."
+                if renamed != new and any(path.startswith(below) for path in part.match.missing):
+                    pairs.setdefault(old.replace("/model/", f"/optim/{section}.", 1), renamed)
+        if pairs == (self.rename or {}):
+            return ""
+        return f"if layers have other names, pass rename={pairs} to Snapshot.restore"
+
     def _explain_typo(self, key: str, part: KeyRestore) -> str:
         """Returns similar names in the snapshot of the first missing leaves; else an empty text.
 
@@ -438,8 +466,8 @@ class _Comparer:
         for path in paths:
             by_ranks.setdefault(index.held_by_other_ranks[path], []).append(path)
         return [
-            f"{escape(key)}: the snapshot has no values for rank {self.rank}, only for "
-            f"{named_ranks(ranks)} (saved by {index.world_size} ranks): {', '.join(own[:3])}"
+            f"{escape(key)}: the snapshot has values only for {named_ranks(ranks)} (saved by "
+            f"{index.world_size} ranks): {', '.join(own[:3])}"
             f"{', ...' if len(own) > 3 else ''}. A private value goes back to the rank that saved "
             "it. If it is equal on all ranks, pass it in replicated=[...] when you save; otherwise "
             "leave the key out"
@@ -478,6 +506,65 @@ def _explain_prefix(root: str, part: KeyRestore) -> str:
                     f'pass both with what follows them, rename={{"KEY/": "{layer}."}}'
                 )
     return ""
+
+
+def _renamed_layers(
+    entries: Sequence[AnyEntry],
+    targets: Mapping[str, Any],
+    missing: Sequence[str],
+    unexpected: Collection[str],
+) -> dict[str, str]:
+    """Returns paths of layers in the snapshot, with those of the same layers in the app state.
+
+    The leaves of both have the same names and shapes, and no other layer's have.
+    """
+    if not missing or not unexpected or max(len(missing), len(unexpected)) > _MAX_COMPARED:
+        return {}
+    shapes = {e.path: tuple(getattr(e, "shape", ())) for e in entries if e.path in unexpected}
+    if any(isinstance(entry, Elsewhere) for entry in entries if entry.path in unexpected):
+        shapes = {}  # unknown: names must do
+    else:
+        shapes |= {path: tuple(getattr(targets[path], "shape", ())) for path in missing}
+    fixed = {layer for e in entries if e.path not in unexpected for layer, _ in _layers(e.path)}
+    olds, news = _by_leaves(unexpected, shapes, fixed), _by_leaves(missing, shapes, fixed)
+    pairs: dict[str, str] = {}
+    for leaves, layers in news.items():
+        if len(layers) == len(olds.get(leaves, ())) == 1:
+            pairs[olds[leaves][0]] = layers[0]
+    above = {*pairs}
+    return {o: n for o, n in pairs.items() if not above & {layer for layer, _ in _layers(o)}}
+
+
+def _by_leaves(
+    paths: Iterable[str], shapes: Mapping[str, Sequence[int]], fixed: Collection[str]
+) -> dict[frozenset[Any], list[str]]:
+    """Returns the layers with these leaves and no others, by names and shapes of the leaves."""
+    leaves: dict[str, list[Any]] = {}
+    for path in paths:
+        for layer, rest in _layers(path):
+            if layer not in fixed:
+                leaves.setdefault(layer, []).append((rest, shapes.get(path)))
+    layers: dict[frozenset[Any], list[str]] = {}
+    for layer, names in leaves.items():
+        layers.setdefault(frozenset(names), []).append(layer)
+    return layers
+
+
+def _layers(path: str) -> list[tuple[str, str]]:
+    """Returns each layer that has the leaf, outermost first, and the leaf's name below it."""
+    dots = [at for at, character in enumerate(path) if character == "." and "/" in path[:at]]
+    return [(path[:at], path[at + 1 :]) for at in dots]
+
+
+def _explain_initial_lr(key: str, stateful: Stateful, part: KeyRestore) -> str:
+    if not isinstance(stateful, ModelState):
+        return ""
+    if not any(is_initial_lr(path) for path in part.match.missing):
+        return ""
+    return (
+        f"a learning-rate scheduler, new since the save, has added initial_lr to the optimizer of "
+        f"{escape(key)!r}: restore before you make the scheduler, or pass strict=False once"
+    )
 
 
 def _what_is_no_dict(key: str, entries: Sequence[AnyEntry]) -> str | None:

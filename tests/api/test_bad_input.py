@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import os
 import pickle
@@ -25,6 +26,7 @@ from actorsnap import (
     ChecksumMismatch,
     FormatError,
     IncompatibleState,
+    ModelState,
     NotASnapshot,
     ObjectExists,
     Options,
@@ -944,6 +946,74 @@ def test_flat_names_are_compared_by_their_last_part(tmp_path: Path) -> None:
             snapshot.restore({"p": StateDict({f"groups.weight.{name}": 0})})
         assert caught.value.missing == (f"p/groups.weight.{name}",)
         assert [hint.split("'p/groups.weight.betas'?")[0] for hint in caught.value.hints] == hints
+
+
+def trained(names: str, *, has_scheduler: bool = False) -> dict[str, Any]:
+    sizes = [(4, 3), (3, 2), (3, 2)]
+    layers = zip(names.split(), sizes, strict=True)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(*size) for name, size in layers})
+    optimizer = torch.optim.AdamW(model.parameters())
+    if has_scheduler:
+        torch.optim.lr_scheduler.StepLR(optimizer, 10)
+    return {"train": ModelState(model, optimizer)}
+
+
+@pytest.mark.parametrize("rename", [None, {"train/model/0": "train/model/encoder"}])
+def test_the_rename_of_a_layer_is_whole(tmp_path: Path, rename: dict[str, str] | None) -> None:
+    """It has the optimizer's names, and the user's own, too."""
+    app_state = trained("0 1 head")
+    snapshot = sync.Snapshot.take(tmp_path / "s", app_state)
+    other = trained("encoder 1 head")
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore(other, rename=rename)
+    (hint,) = caught.value.hints
+    found = re.fullmatch("if layers have other names, pass rename=(.*) to Snapshot.restore", hint)
+    assert found is not None
+    suggested = ast.literal_eval(found[1])
+    assert suggested == {
+        "train/model/0": "train/model/encoder",
+        "train/optim/state.0": "train/optim/state.encoder",
+        "train/optim/param_groups.0": "train/optim/param_groups.encoder",
+    }
+    assert "train/optim/state.encoder.bias.* (step, exp_avg, exp_avg_sq)" in str(caught.value)
+    assert "param_groups.encoder.bias.* (lr, betas, eps and " in str(caught.value)
+    assert len(str(caught.value).splitlines()) < 15
+    assert snapshot.restore(other, rename=suggested).is_complete
+    saved, restored = app_state["train"].model["0"], other["train"].model["encoder"]
+    assert torch.equal(restored.weight, saved.weight)
+
+
+@pytest.mark.parametrize(
+    ("names", "rename"),
+    [
+        ("first one two", {"m/0": "m/first"}),  # the others are alike
+        ("1 first head", {}),  # 1 has another shape
+        ("first second head", {"m/0": "m/first", "m/1": "m/second"}),
+    ],
+)
+def test_layers_that_are_alike_are_not_guessed(
+    tmp_path: Path, names: str, rename: dict[str, str]
+) -> None:
+    snapshot = sync.Snapshot.take(tmp_path / "s", {"m": trained("0 1 head")["train"].model})
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"m": trained(names)["train"].model})
+    hints = [f"if layers have other names, pass rename={rename} to Snapshot.restore"]
+    assert list(caught.value.hints) == (hints if rename else [])
+
+
+def test_a_scheduler_that_is_new(tmp_path: Path) -> None:
+    snapshot = sync.Snapshot.take(tmp_path / "s", trained("0 1 head"))
+    app_state = trained("0 1 head", has_scheduler=True)
+    with pytest.raises(IncompatibleState, match="restore before you make the scheduler") as caught:
+        snapshot.restore(app_state)
+    assert "rename=" not in str(caught.value)
+    report = snapshot.restore(app_state, strict=False)
+    assert {path.rpartition(".")[2] for path in report.missing} == {"initial_lr"}
+    (group,) = app_state["train"].optimizers[0].param_groups
+    assert group["initial_lr"] == group["lr"]
+    app_state = trained("0 1 head")
+    assert snapshot.restore(app_state).is_complete
+    torch.optim.lr_scheduler.StepLR(app_state["train"].optimizers[0], 10)
 
 
 def test_a_key_of_an_old_file(tmp_path: Path) -> None:

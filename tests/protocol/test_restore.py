@@ -73,10 +73,11 @@ def test_what_does_not_fit_is_named_with_its_rank() -> None:
             Comparison(
                 INTEREST, missing=("m/b", "m/c"), mismatched=("m/d: other",), hints=("rename m",)
             ),
-            Comparison(INTEREST, missing=("m/b",)),
-            Comparison(INTEREST, missing=("m/b",)),
+            Comparison(INTEREST, missing=("m/b", "m/e")),
+            Comparison(INTEREST, missing=("m/b", "m/e")),
         )
-    assert caught.value.missing == ("m/b", "rank 0: m/a", "rank 1: m/c")
+    lines = ("m/b", "rank 0: m/a", "rank 1: m/c", "ranks 2 and 3: m/e")
+    assert caught.value.missing == lines
     assert caught.value.mismatched == ("rank 1: m/d: other",)
     assert caught.value.hints == ("rank 1: rename m",)
 
