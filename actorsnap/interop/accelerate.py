@@ -16,8 +16,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from actorsnap import sync
-from actorsnap.errors import NotASnapshot, UsageError
+from actorsnap.errors import IncompatibleState, NotASnapshot, UsageError
 from actorsnap.options import Options
+from actorsnap.runtime.restore import note_arguments
 from actorsnap.state.stateful import RNGState, Stateful
 from actorsnap.tracebacks import short_traceback
 
@@ -164,7 +165,11 @@ def load_state(
         accelerator.load_state(os.fspath(input_dir))
         return
     wanted |= _numbered("model", list(map(_plain, accelerator._models)))
-    snapshot.restore(wanted)
+    try:
+        snapshot.restore(wanted)
+    except IncompatibleState as error:
+        note_arguments(error, snapshot.path, "load_state()")
+        raise
 
 
 def _numbered(name: str, objects: Sequence[Any]) -> dict[str, Any]:

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from actorsnap import sync
-from actorsnap.errors import UsageError
+from actorsnap.errors import IncompatibleState, UsageError
 from actorsnap.options import Options
 from actorsnap.runtime.location import AppState
+from actorsnap.runtime.restore import note_arguments
 from actorsnap.tracebacks import short_traceback
 
 __all__ = ["ActorsnapReporter"]
@@ -128,7 +129,11 @@ class ActorsnapReporter:
             storage_options=self._storage_options,
             options=self._options,
         )
-        snapshot.restore(app_state)
+        try:
+            snapshot.restore(app_state)
+        except IncompatibleState as error:
+            note_arguments(error, snapshot.path, "A reporter's restore()")
+            raise
         return snapshot.step
 
     @short_traceback

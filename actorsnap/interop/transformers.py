@@ -20,12 +20,13 @@ import msgspec
 import torch
 
 from actorsnap import sync
-from actorsnap.errors import ActorSnapError, UsageError
+from actorsnap.errors import ActorSnapError, IncompatibleState, UsageError
 from actorsnap.format.foreign import attempts_in
 from actorsnap.format.manifest import COMMIT_KEYS
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.runtime import maintenance
+from actorsnap.runtime.restore import note_arguments
 from actorsnap.runtime.script import run_sync
 from actorsnap.state.stateful import RNGState, StateDict, Stateful
 
@@ -306,7 +307,11 @@ class ActorsnapTrainer(transformers.Trainer):  # type: ignore[misc]
         snapshot = sync.Snapshot(folder, options=self._snapshot_options)
         wanted = {key: value for key, value in app_state.items() if key in mark.keys}
         if wanted:
-            snapshot.restore(wanted, rename={"model/module.": "model/"} if mark.ddp else None)
+            try:
+                snapshot.restore(wanted, rename={"model/module.": "model/"} if mark.ddp else None)
+            except IncompatibleState as error:
+                note_arguments(error, snapshot.path, "A Trainer")
+                raise
         if missing := sorted(app_state.keys() - wanted.keys()):
             logger.warning("%s has no %s: begins anew", folder, ", ".join(missing))
         return True

@@ -56,7 +56,7 @@ from actorsnap.runtime.tracing import Observation, observe
 from actorsnap.state.restore.build import KeyRestore
 from actorsnap.state.stateful import RNGState, loader, torch_complaints, validate_app_state
 from actorsnap.state.tree import escape, join
-from actorsnap.wording import did_you_mean, format_list, printable
+from actorsnap.wording import did_you_mean, format_list, joined, printable
 
 logger = Log(__name__)
 
@@ -224,6 +224,25 @@ class Overwritten:
         if error is not None and self.text:
             what = "failed" if isinstance(error, Exception) else "was interrupted"
             error.add_note(f"The restore {what}: {self.text}. Restore again before you use them.")
+
+
+def note_arguments(
+    error: IncompatibleState,
+    url: str,
+    call: str,
+    lacks: Sequence[str] = ("strict=", "rename=", "cast=", "keys="),
+) -> bool:
+    """Adds a note: the error suggests arguments that the caller's ``call`` lacks.
+
+    Returns False, and adds none, if it suggests none of them.
+    """
+    lacks = [name for name in lacks if name in str(error)]
+    if not lacks:
+        return False
+    names, it = joined(lacks, "or"), "it" if len(lacks) == 1 else "them"
+    there = f'Snapshot("{url}").restore'
+    error.add_note(f"{call} has no {names}: to pass {it}, call {there} instead.")
+    return True
 
 
 def restore(source: Source, call: RestoreCall) -> Script[RestoreReport]:

@@ -33,6 +33,7 @@ from actorsnap import (
 )
 from actorsnap import manager as asynchronous
 from actorsnap.cli import app
+from actorsnap.errors import notes_of
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.manager import EventKind, StepName, every, keep, keeper
 from actorsnap.manager.sync import CheckpointManager
@@ -177,10 +178,20 @@ def test_another_app_state_than_the_saved_one(root: Path) -> None:
         for call in (manager.restore_latest, lambda: manager.restore(0)):
             with pytest.raises(IncompatibleState) as caught:
                 call()
-            (note,) = caught.value.__notes__
-            url = f"{root}/step-0000000000.g1"
-            assert note.startswith(f"The snapshot is {url}. A manager's restore")
-            assert f'call Snapshot("{url}").restore instead' in note
+            note, ending = caught.value.__notes__
+            assert note.startswith("A manager's restore")
+            assert "() has no rename=: to pass it, " in note
+            assert f'call Snapshot("{root}/step-0000000000.g1").restore instead' in note
+            assert "begins a new run" in ending
+
+
+def test_no_advice_that_would_not_help(root: Path) -> None:
+    with CheckpointManager(root, {"own": StateDict(x=torch.zeros(2))}) as manager:
+        manager.save(0)
+    with CheckpointManager(root, {"own": StateDict(x=torch.zeros(3))}) as manager:
+        with pytest.raises(IncompatibleState, match="shape") as caught:
+            manager.restore_latest()
+        assert not notes_of(caught.value)
 
 
 def test_what_a_restore_found_damaged_counts_as_damaged(root: Path) -> None:

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from actorsnap import StateDict, UsageError
+from actorsnap import IncompatibleState, StateDict, UsageError
+from actorsnap.errors import notes_of
 from actorsnap.sync import Snapshot
 
 MODULE = "actorsnap.interop.ray"
@@ -86,3 +87,18 @@ def test_a_snapshot_that_was_not_reported_is_replaced(run: Run, tmp_path: Path) 
     reporter.report({}, {"state": StateDict(value=1)}, step=1)
     assert run.names() == ["step-00000001"]
     assert Snapshot(tmp_path / "step-00000001").read_object("state/value") == 1
+
+
+def test_a_state_that_does_not_fit(run: Run, tmp_path: Path) -> None:
+    reporter = make_reporter()
+    reporter.report({}, {"state": StateDict(value=0)}, step=1)
+    with pytest.raises(IncompatibleState) as caught:
+        reporter.restore({"state": StateDict(value=0, own=1)})
+    url = tmp_path / "step-00000001"
+    assert notes_of(caught.value) == [
+        "A reporter's restore() has no strict= or rename=: to pass them, call "
+        f'Snapshot("{url}").restore instead.'
+    ]
+    state = StateDict(value=-1, own=1)
+    Snapshot(url).restore({"state": state}, strict=False)
+    assert dict(state) == {"value": 0, "own": 1}
