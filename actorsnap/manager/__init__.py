@@ -307,6 +307,7 @@ class CheckpointManager(ManagerHandle):
                 Given(metrics, app_state, metadata),
                 reason="save()",
                 is_async=False,
+                method="save",
             )
         )
         from actorsnap.snapshot import Snapshot
@@ -334,6 +335,7 @@ class CheckpointManager(ManagerHandle):
                 Given(metrics, app_state, metadata),
                 reason="async_save()",
                 is_async=True,
+                method="async_save",
             )
         )
         from actorsnap.snapshot import PendingSnapshot

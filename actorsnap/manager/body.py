@@ -180,13 +180,18 @@ class ManagerBody:
             if objection is not None:
                 raise objection
             return "", None
-        save = yield from self.save(step, given, reason=reason, is_async=True)
+        save = yield from self.save(step, given, reason=reason, is_async=True, method="maybe_save")
         return reason, save
 
-    def save(self, step: int, given: Given, *, reason: str, is_async: bool) -> Script[Save]:
+    def save(
+        self, step: int, given: Given, *, reason: str, is_async: bool, method: str
+    ) -> Script[Save]:
         """Saves on all ranks. If async, returns when staged, else when committed and verified.
 
         Raises the failure of an earlier save at the end: a save that failed must not cost another.
+
+        Args:
+            method: See ``Label``.
         """
         self._check_open("save")
         step = check_training_step(step)
@@ -205,7 +210,9 @@ class ManagerBody:
             begun_s = self.asking.begin_save(step, reason)
             try:
                 noted = partial(self._noted, step, reason, given)
-                save = yield from self._save(step, is_async, objection, noted, given.app_state)
+                save = yield from self._save(
+                    step, is_async, method, objection, noted, given.app_state
+                )
             except BaseException as error:
                 self.asking.abandon_save(step, error)
                 raise
@@ -229,13 +236,14 @@ class ManagerBody:
         self,
         step: int,
         is_async: bool,
+        method: str,
         objection: UsageError | None,
         make_metadata: Callable[[], dict[str, Any]],
         app_state: AppState | None,
     ) -> Script[Save]:
         yield from self._pending.wait_until(self._settings.max_pending - 1)
         if self._generation is None:
-            self._generation = yield from self._begin_run()
+            self._generation = yield from self._begin_run(step, method)
         name = StepName(step, self._generation)
         refusal: Exception | None = objection or (yield from self._look_for_successor())
         noted: dict[str, Any] = {}
@@ -266,6 +274,7 @@ class ManagerBody:
             # Ranks that stage at different speeds raise a failure together, in a later call.
             returns_failed=is_async and self._world_size > 1,
             topic=self._topic.name,
+            method=method,
         )
         before, self._saved = self._saved, step
         try:
@@ -294,7 +303,7 @@ class ManagerBody:
             self._superseded, self._generation, self._restored = self._generation, None, None
         self._continues_newest = True
 
-    def _begin_run(self) -> Script[int]:
+    def _begin_run(self, step: int, method: str) -> Script[int]:
         restored_from = self._restored
         is_continuing = restored_from is None and self._continues_newest
         if is_continuing:
@@ -321,10 +330,11 @@ class ManagerBody:
             with _aborts_save():
                 return (yield from self.root.source.perform("begin a run", perform))
 
-        generation, record = yield from self._announce(CallKind.BEGIN_RUN, claim)
+        label = Label(CallKind.BEGIN_RUN, self._label_url, step, method=method)
+        generation, record = yield from self._announce(label, claim)
         if record:
             refusal = yield from check_tier(places, generation, record, self._rank)
-            yield from self._announce(CallKind.BEGIN_RUN, _nothing, refusal)
+            yield from self._announce(label, _nothing, refusal)
         return int(generation)
 
     async def _find_newest(self, opened: OpenSource) -> StepName | None:
@@ -443,7 +453,7 @@ class ManagerBody:
         if reason and self._seen is not None and self._is_unsaved:
             step, given = self._given or (self._seen, Given())
             given = given if step == self._seen else Given()
-            yield from self.save(self._seen, given, reason=reason, is_async=False)
+            yield from self.save(self._seen, given, reason=reason, is_async=False, method="close")
 
     @property
     def _is_unsaved(self) -> bool:
@@ -512,17 +522,18 @@ class ManagerBody:
         overwritten: Overwritten,
     ) -> Script[Restored | None]:
         failure: Exception | None = None
+        label = Label(kind, self._label_url)
         while True:
 
             def find(failure: Exception | None = failure) -> Script[Any]:
                 yield from self.finish_keeping()
                 return (yield from search.following(failure))
 
-            found = yield from self._announce(kind, find, refusal)
+            found = yield from self._announce(label, find, refusal)
             name = StepName.parse(found["name"])
             if name is None:
                 if found["is_empty"]:
-                    yield from self._announce(kind, _nothing, (yield from self._see_others()))
+                    yield from self._announce(label, _nothing, (yield from self._see_others()))
                 self._found_none = True
                 return None
             skipped = tuple((url, why) for url, why in found["skipped"])
@@ -735,11 +746,10 @@ class ManagerBody:
 
     def _announce(
         self,
-        kind: CallKind,
+        label: Label,
         work: Callable[[], Script[Any]],
         refusal: Exception | None = None,
     ) -> Script[Any]:
-        label = Label(kind, self._label_url)
         team, topic = self._team(), self._topic
         return (yield from announce(team, label, self._options, work, refusal, topic=topic))
 

@@ -94,6 +94,7 @@ class CheckpointManager(ManagerHandle):
                 Given(metrics, app_state, metadata),
                 reason="save()",
                 is_async=False,
+                method="save",
             ),
             name="CheckpointManager.save",
         )
@@ -114,6 +115,7 @@ class CheckpointManager(ManagerHandle):
                 Given(metrics, app_state, metadata),
                 reason="async_save()",
                 is_async=True,
+                method="async_save",
             ),
             name="CheckpointManager.async_save",
         )

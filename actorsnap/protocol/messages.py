@@ -44,24 +44,28 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
         url: Normalised, without secrets.
         step: The caller's, if given.
         nonce: Distinguishes calls that repeat an earlier one.
+        method: Of a manager, that the user called. Shown instead of ``kind``; not compared.
     """
 
     kind: CallKind
     url: str
     step: int | None = None
     nonce: str = ""
+    method: str = ""
 
     @property
     def digest(self) -> bytes:
         """8 bytes, sent with heartbeats."""
-        return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=8).digest()
+        compared = msgspec.msgpack.encode((self.kind, self.url, self.step, self.nonce))
+        return hashlib.blake2b(compared, digest_size=8).digest()
 
     def __str__(self) -> str:
         url = self.url
         if len(url) > _MAX_SHOWN_URL:
             url = "..." + url[-_MAX_SHOWN_URL:]
         step = "" if self.step is None else f", step={self.step}"
-        return f"{self.kind}({url!r}{step})"
+        call = f"CheckpointManager.{self.method}" if self.method else self.kind
+        return f"{call}({url!r}{step})"
 
 
 class Labelled(msgspec.Struct, frozen=True, array_like=True, tag="l"):

@@ -50,7 +50,8 @@ _S = RollState
 
 
 def awaiting(label: Label, ranks: Sequence[int]) -> str:
-    return f"waiting for {named_ranks(ranks)} to call {label}: every rank has to call it"
+    policy = ", with the same save= policy" if label.method == "maybe_save" else ""
+    return f"waiting for {named_ranks(ranks)} to call {label}: every rank has to call it{policy}"
 
 
 def overdue(

@@ -79,7 +79,7 @@ class TakeCall:
         returns_failed: Other ranks may have returned before the save failed, so this one returns as
             well: ``Save.finished`` has the error.
         joins_promptly, topic: See ``Team.begin``.
-        nonce: See ``Label``.
+        nonce, method: See ``Label``.
         output: Shows the progress of earlier saves, too; None: of this one only.
     """
 
@@ -102,6 +102,7 @@ class TakeCall:
     joins_promptly: bool = False
     topic: bytes = b""
     nonce: str = ""
+    method: str = ""
     output: Output | None = None
     begun_s: float = field(default_factory=time.monotonic)
 
@@ -302,7 +303,7 @@ def _label_of(call: TakeCall, is_async: bool) -> Label | None:
     kind = CallKind.ASYNC_TAKE if is_async else CallKind.TAKE
     try:
         url = make_location(call.path, None).canonical
-        return Label(kind, url, check_step(call.step), call.nonce)
+        return Label(kind, url, check_step(call.step), call.nonce, call.method)
     except Exception:  # __fspath__ may raise anything
         return None
 

@@ -164,6 +164,28 @@ def differs(me: Rank, path: str) -> dict[str, Any]:
     return {"said": said, "steps": trainer.manager.all_steps()}
 
 
+def has_another_policy(me: Rank, path: str, num_saved: int) -> dict[str, Any]:
+    policy = every.steps(10 if me.rank else 5)
+    trainer = Trainer(
+        path, me.rank, save=policy, options=msgspec.structs.replace(OPTIONS, timeout_s=2.0)
+    )
+    trainer.train(*range(num_saved))
+    trainer.manager.wait()
+    said = outcome(lambda: trainer.train(5))
+    dist.barrier()
+    trainer.manager.close()
+    return said
+
+
+def call_by_other_names(me: Rank, path: str) -> dict[str, Any]:
+    trainer = Trainer(path, me.rank)
+    manager = trainer.manager
+    said = [outcome(lambda: (manager.async_save if me.rank else manager.maybe_save)(0))]
+    said.append(outcome(lambda: (manager.save if me.rank else manager.maybe_save)(10)))
+    manager.close()
+    return {"said": said, "steps": manager.all_steps()}
+
+
 def objects(me: Rank, path: str, case: str, whom: int) -> dict[str, Any]:
     """One rank alone goes back, or has no app state; then all go on."""
     trainer = Trainer(path, me.rank)
@@ -490,6 +512,7 @@ _SCENARIOS: dict[str, Callable[..., Any]] = {
     for scenario in (
         *(falls_back, finds_none, not_shared, is_taken, differs, objects, has_trouble, ends_early),
         *(fails_apart, is_idle, like_xla, saves, shows_progress, has_tier, drifts),
+        *(has_another_policy, call_by_other_names),
     )
 }
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,33 @@ def test_a_rank_with_another_step(director: Director, tmp_path: Path, num_ranks:
         assert error == "UsageError"
         assert "step" in text
         assert all(one["seconds"] < OPTIONS.timeout_s / 2 for one in outcomes)
+
+
+@pytest.mark.parametrize(
+    ("num_saved", "path"), [(0, "/run'"), (1, "/run/step-0000000005.g1'")], ids=["first", "second"]
+)
+def test_a_rank_with_another_policy(
+    director: Director, tmp_path: Path, num_saved: int, path: str
+) -> None:
+    waits, passes = play(director, tmp_path, "has_another_policy", 2, num_saved=num_saved)
+    assert (waits["error"], passes["error"]) == ("SnapshotAborted", "")
+    assert "waiting for rank 1 to call CheckpointManager.maybe_save('" in waits["text"]
+    assert (
+        f"{path}, step=5): every rank has to call it, with the same save= policy" in waits["text"]
+    )
+
+
+def test_messages_name_the_managers_calls(director: Director, tmp_path: Path) -> None:
+    said = play(director, tmp_path, "call_by_other_names", 2)
+    assert same(said, "steps") == [[0]]
+    assert same([one["said"][0] for one in said], "error") == [""]
+    error, text = same([one["said"][1] for one in said], "error", "text")
+    assert error == "UsageError"
+    assert re.search(
+        r"rank 0: CheckpointManager\.maybe_save\('[^']+', step=10\); "
+        r"rank 1: CheckpointManager\.save\('[^']+', step=10\)",
+        text,
+    )
 
 
 @each_size
