@@ -424,7 +424,7 @@ class Keeper:
             return verdicts, result
         generation = self.generation
         if generation is None or self._looks_superseded(listing):
-            return verdicts, Deletions()
+            return verdicts, result
         self._report_abandoned(listing, commits, generation)
         self._report_unmeasured(policy, verdicts, steps)
         rests = leftovers(

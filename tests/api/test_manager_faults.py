@@ -151,6 +151,26 @@ def test_a_deletion_that_is_denied(tmp_path: Path) -> None:
     managed.assert_no_rest(root)
 
 
+def test_a_superseded_manager_reports_steps_that_it_cannot_read(tmp_path: Path) -> None:
+    def deny(operation: Operation) -> None:
+        if is_superseded and operation.verb == "get" and "step-0000000002.g2" in operation.path:
+            raise AccessDenied(op="get", key=operation.path, backend="b", detail="no")
+
+    root, is_superseded = tmp_path / "run", False
+    with managed.tallied(Tally(look=deny)):
+        older = Trainer(faulty_url(root), keep=keep.last(1))
+        older.train(0, 1)
+        older.manager.close()
+        later = Trainer(root, keep=keep.all())
+        later.manager.restore_latest()
+        later.train(2)
+        later.manager.close()
+        is_superseded = True
+        report = older.manager.prune()
+    assert report.deleted == ()
+    assert [url.rpartition("/")[2] for url in report.failed] == ["step-0000000002.g2"]
+
+
 def test_a_root_that_denies_all_deletions(tmp_path: Path) -> None:
     def deny(operation: Operation) -> None:
         if operation.verb.startswith("delete"):
