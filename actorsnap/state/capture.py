@@ -124,8 +124,8 @@ def capture(
         tuple(collector.sharded),
         {path: class_names(found) for path, found in optimizers_in(app_state).items()},
     )
-    label = "" if len(ranks) == 1 else f"rank {ranks.index(rank)}: "
-    globs.warn_unmatched(label, chain(states, (leaf.item.path for leaf in captured.leaves)))
+    if rank == ranks[0]:
+        globs.warn_unmatched(chain(states, (leaf.item.path for leaf in captured.leaves)))
     return captured
 
 
@@ -228,6 +228,10 @@ def _read_states(app_state: Mapping[str, Any], *, is_alone: bool) -> dict[str, A
     return states
 
 
+_unmatched: set[str] = set()
+"""Globs of which this process has warned."""
+
+
 class _Globs:
     def __init__(self, globs: Sequence[str]) -> None:
         if isinstance(globs, str) or not all(isinstance(glob, str) for glob in globs):
@@ -248,15 +252,18 @@ class _Globs:
                 self._matched.add(glob)
         return has_match
 
-    def warn_unmatched(self, label: str, names: Iterable[str]) -> None:
+    def warn_unmatched(self, names: Iterable[str]) -> None:
+        """Warns once in this process of each glob without a match."""
         # An app state may have no leaves, so "**" need not match.
-        unmatched = [glob for glob in self.patterns if glob not in self._matched and glob != "**"]
+        known_globs = {*self._matched, *_unmatched, "**"}
+        unmatched = [glob for glob in self.patterns if glob not in known_globs]
+        _unmatched.update(unmatched)
         known = [*islice(names, _MAX_COMPARED)] if unmatched else []
         for glob in unmatched:
             hint = did_you_mean(glob.rstrip("/*"), known)
             _log.warning(
-                "%sreplicated=%r matches no leaf of the app state%s",
-                *(label, glob, f"; {hint}" if hint else ""),
+                "replicated=%r matches no leaf of the app state%s",
+                *(glob, f"; {hint}" if hint else ""),
             )
 
 

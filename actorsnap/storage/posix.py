@@ -257,8 +257,11 @@ def open_for_reading(path: str) -> Iterator[int]:
 def unlink_object(path: str) -> None:
     try:
         os.unlink(path)
-    except (IsADirectoryError, PermissionError):
-        # Linux and macOS report a folder differently.
+    except OSError as error:
+        # Linux and macOS report a folder differently. A read-only mount does not look whether the
+        # object exists.
+        if error.errno not in (errno.EISDIR, errno.EPERM, errno.EACCES, errno.EROFS):
+            raise
         if stat.S_ISDIR(os.lstat(path).st_mode):
             return
         raise

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -929,6 +930,19 @@ def test_errors_of_the_system(
     assert (error.op, error.key, error.backend) == ("put", "k", str(tmp_path / "a" / "b"))
     assert error.retryable is retryable
     assert words in str(error)
+
+
+@pytest.mark.parametrize(("key", "kind"), [("missing", None), ("key", AccessDenied)])
+@bounded(10)
+async def test_only_what_exists_cannot_be_deleted_on_a_read_only_mount(
+    root: Path, key: str, kind: type[StorageError] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = fs(root)
+    await storage.put("key", [memoryview(b"x")])
+    # Linux refuses before it looks for the file.
+    monkeypatch.setattr(os, "unlink", refuse(errno.EROFS))
+    with nullcontext() if kind is None else pytest.raises(kind):
+        await storage.delete([key])
 
 
 # --- put_if_absent ---------------------------------------------------------------------------
