@@ -27,6 +27,7 @@ from actorsnap.errors import (
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import DeleteIntent, StepName
 from actorsnap.log import Log
+    RestoreAborted,
 from actorsnap.manager.events import EventBoard, EventKind
 from actorsnap.planning.keeping import (
     KeepPolicy,
@@ -89,9 +90,13 @@ class Search:
             Exception: ``failure``, if an older snapshot would not help.
         """
         if failure is not None:
-            if not is_damage(failure):
+            if is_damage(failure):
+                self._skip(describe(failure))
+            # A rank that does not see it may have looked after its deletion.
+            elif not isinstance(failure, RestoreAborted) or not (
+                yield from self._is_damaged("quick")
+            ):
                 raise failure
-            self._skip(describe(failure))
         if self._listing is None:
             self._listing = yield from self._root.source.perform("find the latest", self._root.look)
         while True:
@@ -120,11 +125,12 @@ class Search:
         found = {"name": str(self._current), "place": place, "is_last": is_last}
         return {**found, "skipped": self._pairs}
 
-    def _is_damaged(self) -> Script[bool]:
-        """Verifies the current candidate, and skips it unless it is whole."""
+    def _is_damaged(self, level: str = "") -> Script[bool]:
+        """Verifies the current candidate, and skips it unless it is whole. Empty: at own level."""
         assert self._current is not None
         place = self._root.places[self._at]
-        problems = yield from find_damage(place, self._current, self._level, is_anew=True)
+        level = level or self._level
+        problems = yield from find_damage(place, self._current, level, is_anew=True)
         if problems:
             self._skip(None if isinstance(problems[0], NotASnapshot) else _text_of(problems))
         return bool(problems)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import chdir, suppress
@@ -114,6 +115,21 @@ def falls_back(me: Rank, path: str, whose: int) -> dict[str, Any]:
     second.train(20, 30)
     second.manager.close()
     return {**said, "steps": second.manager.all_steps()}
+
+
+def vanishes(me: Rank, path: str) -> dict[str, Any]:
+    """The newest is deleted after rank 0 has found it."""
+    first = Trainer(path, me.rank)
+    first.train(0, 10, 20)
+    first.manager.close()
+    dist.barrier()
+
+    def vanish(operation: Operation) -> None:
+        if me.rank == 1 and "step-0000000020.g1" in operation.path:
+            shutil.rmtree(Path(path) / "step-0000000020.g1", ignore_errors=True)
+
+    with faulty(lambda inner: TallyStorage(inner, Tally(look=vanish))):
+        return Trainer(faulty_url(path), me.rank).restored()
 
 
 def finds_none(me: Rank, path: str) -> dict[str, Any]:
@@ -512,7 +528,7 @@ _SCENARIOS: dict[str, Callable[..., Any]] = {
     for scenario in (
         *(falls_back, finds_none, not_shared, is_taken, differs, objects, has_trouble, ends_early),
         *(fails_apart, is_idle, like_xla, saves, shows_progress, has_tier, drifts),
-        *(has_another_policy, call_by_other_names),
+        *(has_another_policy, call_by_other_names, vanishes),
     )
 }
 

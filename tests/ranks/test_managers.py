@@ -56,6 +56,13 @@ def test_all_fall_back_together(
         assert one["state"] == [10, 10.0, 1000.0 * (rank + 1) + 10]
 
 
+def test_all_fall_back_from_a_step_that_vanishes(director: Director, tmp_path: Path) -> None:
+    said = play(director, tmp_path, "vanishes", 2)
+    assert same(said, "error", "found") == ["", 10]
+    for rank, one in enumerate(said):
+        assert one["state"] == [10, 10.0, 1000.0 * (rank + 1) + 10]
+
+
 @each_size
 def test_all_find_nothing_or_nothing_whole(
     director: Director, tmp_path: Path, num_ranks: int
