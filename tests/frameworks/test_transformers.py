@@ -35,8 +35,9 @@ def assert_goes_on(resumed: Any, straight: Any) -> None:
 def test_killed_in_a_save(tmp_path: Path) -> None:
     straight = run("straight_wide", tmp_path / "straight")
     run("killed_before_the_commit", tmp_path / "killed", expected=-signal.SIGKILL)
-    left = sorted(path.name for path in (tmp_path / "killed").iterdir())
-    assert left == ["checkpoint-3", "tmp-checkpoint-6"]
+    # The uploader process, which outlives the trainer, may have deleted what it stored.
+    left = {path.name for path in (tmp_path / "killed").iterdir()}
+    assert {"checkpoint-3"} <= left <= {"checkpoint-3", "tmp-checkpoint-6"}
     assert not (tmp_path / "killed" / "tmp-checkpoint-6" / "actorsnap.json").exists()
     resumed = run("resumed_wide", tmp_path / "killed")
     assert (resumed["last"], resumed["first"]) == ("checkpoint-3", 3)
