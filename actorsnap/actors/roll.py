@@ -47,10 +47,13 @@ _PATIENCE_S = 3.0
 """Extra wait for rank 0 beyond the deadline; shorter than other limits."""
 
 
-def _warn(label: Label, rank: int, absent: Sequence[int]) -> None:
+def _warn(label: Label, rank: int, absent: Sequence[int], *, is_connected: bool = True) -> None:
+    waiting = awaiting(label, absent)
+    if not is_connected:
+        waiting = f"waiting for the job's store, which does not answer, to call {label}"
     logger.warning(
         "snapshot %s rank %d: %s",
-        *(label.url, rank, awaiting(label, absent)),
+        *(label.url, rank, waiting),
         extra={"snapshot": label.url, "rank": rank},
     )
 
@@ -66,6 +69,7 @@ class Caller:
     Args:
         timeout_s, limit: Time from ``begin`` until rank 0 must have answered; name of the option.
         renew: Begins the next call and calls ``move``; returns False if it has begun already.
+        is_connected: Returns whether the other ranks can be heard.
 
     Attributes:
         has_proceeded: All ranks have made the call and passed its first round.
@@ -80,7 +84,9 @@ class Caller:
         timeout_s: float,
         limit: str = "timeout_s",
         renew: Callable[[], bool] = lambda: False,
+        is_connected: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._is_connected = is_connected
         self.has_proceeded = False
         self._end = end
         self._renew = renew
@@ -185,7 +191,7 @@ class Caller:
             await self._end.send(Failed(self._rank, self._failure, left))
             self._withdrawn = self._failure
         elif not has_coordinator:  # otherwise rank 0 reports the absent ranks
-            _warn(self._label, self._rank, [0])
+            _warn(self._label, self._rank, [0], is_connected=self._is_connected())
 
 
 class Roll:
@@ -196,6 +202,7 @@ class Roll:
     Args:
         renew: Begins the next call, sends ``Aborted`` to all other ranks in this one, and calls
             ``move``; returns False if the next call has begun already.
+        is_connected: See ``Caller``.
     """
 
     def __init__(
@@ -206,7 +213,9 @@ class Roll:
         timeout_s: float,
         limit: str = "timeout_s",
         renew: Callable[[Aborted], Awaitable[bool]] | None = None,
+        is_connected: Callable[[], bool] = lambda: True,
     ) -> None:
+        self._is_connected = is_connected
         self._end = end
         self._renew = renew
         self._roll_call = roll_call
@@ -302,6 +311,6 @@ class Roll:
             self._roll_call.on_settled()
         else:
             absent, waiting = self._roll_call.remind()
-            _warn(self._roll_call.label, 0, absent)
+            _warn(self._roll_call.label, 0, absent, is_connected=self._is_connected())
             for rank in waiting:
                 await self._send_own(rank, Absent(absent))

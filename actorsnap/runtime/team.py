@@ -248,6 +248,7 @@ class TeamCall:
             timeout_s=timeout_s,
             limit=limit,
             renew=self._renew,
+            is_connected=lambda: self._port.is_connected,
         )
         self.coordinator: Roll | None = None
         if self._save.coordinator is not None:
@@ -259,6 +260,7 @@ class TeamCall:
                 timeout_s=timeout_s,
                 limit=limit,
                 renew=self._renew_all,
+                is_connected=lambda: self._port.is_connected,
             )
 
     @property

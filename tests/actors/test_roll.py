@@ -139,6 +139,32 @@ async def test_every_rank_that_waits_names_the_absent_one(
     assert ranks.failure(2).reason == "all have written"
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+async def test_a_lost_store_is_no_absent_rank(rank: int, caplog: pytest.LogCaptureFixture) -> None:
+    network = SimulatedNetwork(2)
+    network.begin(rank, LABEL.digest)
+    end: Caller | Roll
+    if rank:
+        end = Caller(
+            network.participant(1),
+            rank=1,
+            label=LABEL,
+            timeout_s=TIMEOUT_S,
+            is_connected=lambda: False,
+        )
+    else:
+        roll_call = RollCall(label=LABEL, world_size=2)
+        coordinator = network.coordinator()
+        end = Roll(
+            coordinator, roll_call=roll_call, timeout_s=TIMEOUT_S, is_connected=lambda: False
+        )
+    with anyio.move_on_after(11.0):
+        end.begin()
+        await end.receive()
+    text = "waiting for the job's store, which does not answer, to call take('/ckpt', step=7)"
+    assert reminders(caplog) == [f"snapshot /ckpt rank {rank}: {text}"]
+
+
 async def test_a_slow_rank_0_is_not_said_to_be_absent(caplog: pytest.LogCaptureFixture) -> None:
     """It has called, and does not look at messages yet."""
     network = SimulatedNetwork(2)
