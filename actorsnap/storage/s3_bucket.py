@@ -28,6 +28,7 @@ from actorsnap.storage.s3_client import (
     BulkTarget,
     S3Client,
     S3Options,
+    is_wrong_key,
     shared_client,
     translate_error,
 )
@@ -111,9 +112,12 @@ class S3Bucket:
         try:
             yield
         except (ClientError, BotoCoreError, WireError) as error:
-            raise translate_error(
+            failure = translate_error(
                 error, self.client, op=op, key=key, url=self.url, bucket=self._name
-            ) from error
+            )
+            if isinstance(error, ClientError):
+                error.__traceback__ = None  # only frames of clients: the server refused
+            raise failure from (None if is_wrong_key(error) else error)
 
     async def call(self, op: str, key: str, operation: str, **params: Any) -> dict[str, Any]:
         """Makes a control call about the object ``key``; empty: the bucket."""

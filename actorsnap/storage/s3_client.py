@@ -562,6 +562,11 @@ def translate_error(
     return kind(op=op, key=key, backend=url, detail=f"bucket {bucket!r}: {detail}", **fields)
 
 
+def is_wrong_key(error: Exception) -> bool:
+    """Returns whether the server does not accept the credentials. It says nothing else."""
+    return isinstance(error, ClientError) and error.response["Error"].get("Code") in _WRONG_KEYS
+
+
 _Meaning: TypeAlias = tuple[type[StorageError], str, dict[str, Any]]
 
 

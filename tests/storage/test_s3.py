@@ -673,6 +673,11 @@ async def test_errors_name_the_bucket_and_the_remedy(
         chain: list[BaseException | None] = [error, error.__cause__, error.__context__]
         shown = "".join(f"{each} {each!r}" for each in chain)
         assert not any(secret in shown for secret in _SECRETS)
+        # Only what it adds is shown below our error: for example who was denied what.
+        cause = error.__cause__
+        assert (cause is None) is (remedy == "is wrong")
+        assert error.__suppress_context__
+        assert cause is None or cause.__traceback__ is None
 
 
 @pytest.mark.parametrize(
