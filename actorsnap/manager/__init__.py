@@ -455,7 +455,8 @@ class CheckpointManager(ManagerHandle):
 
         Raises:
             UsageError: The mode is invalid.
-            StorageError: Listing or reading failed.
+            StorageError: Listing failed, or a step of the run cannot be read: it may be the best. A
+                note names the best one that can.
         """
         return await run_async(self._body.best(metric, mode))
 
@@ -498,7 +499,8 @@ class CheckpointManager(ManagerHandle):
             UsageError: There is no such snapshot, it is pinned or the only valid one, or this is
                 not rank 0.
             RootTaken: A later manager has begun a run at the root. Nothing was deleted.
-            StorageError: Deleting failed. The next pass finishes a deletion that has begun.
+            StorageError: Deleting failed, or the snapshot cannot be read. The next pass finishes a
+                deletion that has begun.
         Cancellation: The next pass finishes a deletion that has begun.
         """
         await run_async(self._body.delete(step, force=force))
@@ -527,6 +529,8 @@ class CheckpointManager(ManagerHandle):
     @async_call
     async def unpin(self, step: int | StepName | Pin, reason: str | None = None) -> None:
         """Removes a pin, or all pins of a step if they have the same reason.
+
+        Also of a snapshot that is damaged or cannot be read.
 
         Args:
             step: The result of ``pin``, or a step.

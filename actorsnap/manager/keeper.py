@@ -6,11 +6,19 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Iterable,
+    Mapping,
+    Sequence,
+)
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import anyio
 
@@ -19,6 +27,7 @@ from actorsnap.errors import (
     FormatError,
     NotASnapshot,
     NoValidSnapshot,
+    RestoreAborted,
     RootTaken,
     StorageError,
     UsageError,
@@ -27,7 +36,6 @@ from actorsnap.errors import (
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import DeleteIntent, StepName
 from actorsnap.log import Log
-    RestoreAborted,
 from actorsnap.manager.events import EventBoard, EventKind
 from actorsnap.planning.keeping import (
     KeepPolicy,
@@ -52,6 +60,9 @@ from actorsnap.storage.wire import is_unreachable
 from actorsnap.wording import joined
 
 logger = Log(__name__)
+
+Commits: TypeAlias = Mapping[StepName, Commit | FormatError | StorageError]
+"""Commit objects, or why they cannot be read."""
 
 MAX_PASS_S = 120.0
 """Bound of the deletions of one pass; the next one goes on."""
@@ -601,11 +612,14 @@ class Keeper:
             if self._looks_superseded(listing):
                 raise RootTaken(url=self._root.url, generation=self.generation or 0)
             name = find_step(self._root.url, listing, commits, step)
+            commit = commits[name]
+            if isinstance(commit, StorageError):
+                raise commit
             facts = await self._root.read_facts(opened, listing)
             if not force:
                 await self._check_expendable(listing, commits, facts, name)
             generation = self.generation or listing.newest_generation
-            intents = {name: make_intent(commits[name], generation, "delete()")}
+            intents = {name: make_intent(commit, generation, "delete()")}
             result = Deletions()
             await self._delete(
                 *(opened, listing, generation, intents, (), result),
@@ -619,11 +633,9 @@ class Keeper:
         if name not in result.deleted:
             raise UsageError(f"{self._root.url}/{name} was not deleted: it was pinned meanwhile")
 
-    async def _look(
-        self, opened: OpenSource
-    ) -> tuple[Listing, dict[StepName, Commit | FormatError]]:
+    async def _look(self, opened: OpenSource) -> tuple[Listing, Commits]:
         listing = await self._root.list(opened)
-        return listing, await self._root.read_commits(opened, listing.names)
+        return listing, await read_commits(self._root, opened, listing.names)
 
     async def _delete_near(self, name: StepName, intent: DeleteIntent) -> None:
         """Deletes the copy at a tier: before that at the root, or it would come back."""
@@ -636,7 +648,7 @@ class Keeper:
     async def _check_expendable(
         self,
         listing: Listing,
-        commits: Mapping[StepName, Commit | FormatError],
+        commits: Commits,
         facts: Mapping[StepName, Facts],
         name: StepName,
     ) -> None:
@@ -652,8 +664,12 @@ class Keeper:
             if other == name or not isinstance(commits.get(other), Commit):
                 continue
             look = find_damage(self._root, other, "quick")
-            if not await run_on_loop(Host.get(), look):
-                return
+            try:
+                if not await run_on_loop(Host.get(), look):
+                    return
+            except StorageError as error:
+                if is_unreachable(error):
+                    raise
         raise UsageError(f"{url} is the only valid snapshot of the run: {instead}")
 
     async def _verify_newest(
@@ -683,6 +699,18 @@ class Keeper:
                 self._valid.add(stored.name)
             missing -= 1
         return [stored for stored in steps if stored.name not in {*damaged, *failed}]
+
+
+async def read_commits(root: Root, opened: OpenSource, names: Iterable[StepName]) -> Commits:
+    """Returns commit objects, or why they cannot be read. Leaves out unfinished saves.
+
+    Raises:
+        StorageError: The storage cannot be reached.
+        UnsupportedFormat: A newer release saved one.
+    """
+    failed: dict[StepName, StorageError] = {}
+    found = await root.read_commits(opened, names, failed=failed)
+    return {**found, **failed}
 
 
 def find_damage(
@@ -730,7 +758,7 @@ def current_timeline(listing: Listing, committed: Collection[StepName]) -> list[
 def find_step(
     url: str,
     listing: Listing,
-    commits: Mapping[StepName, Commit | FormatError],
+    commits: Commits,
     step: int | StepName,
 ) -> StepName:
     """Returns the snapshot of a step: of the run, else the abandoned or damaged one.

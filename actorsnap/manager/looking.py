@@ -135,15 +135,25 @@ def _find_whole(root: Root, info: StepInfo, level: str) -> Script[StepInfo | Non
 def best(root: Root, metric: str, mode: str) -> Script[tuple[StepInfo | None, list[StepInfo]]]:
     """Returns the step with the least (``"min"``) or greatest (``"max"``) value of a metric, and
     all steps of the run.
+
+    Raises:
+        StorageError: A step of the run cannot be read: it may be the best.
     """
     sign = {"min": 1.0, "max": -1.0}.get(mode)
     if sign is None:
         raise UsageError(f'mode must be "min" or "max", not {mode!r}')
     if not isinstance(metric, str) or not metric:
         raise UsageError(f"metric must be a metric's name, not {metric!r}")
-    infos = yield from steps(root, is_complete=False)
+    failed: dict[StepName, StorageError] = {}
+    infos = yield from steps(root, is_complete=False, failed=failed)
     known = [i for i in infos if not math.isnan(i.metrics.get(metric, math.nan))]
-    return min(known, key=lambda info: sign * info.metrics[metric], default=None), infos
+    found = min(known, key=lambda info: sign * info.metrics[metric], default=None)
+    for info in infos:
+        if info.name in failed:
+            if found is not None:
+                failed[info.name].add_note(f"the best step that could be read is {found.url}")
+            raise failed[info.name]
+    return found, infos
 
 
 def missing_metric(infos: Iterable[StepInfo], metric: str) -> str:
@@ -173,7 +183,8 @@ def _info(
         state = "newer format" if isinstance(commit, UnsupportedFormat) else state
         state = "not readable" if isinstance(commit, StorageError) else state
         state = "deleting" if commit is None and name in listing.records.intents else state
-        return StepInfo(step=name.step, url=url, name=name, state=state)
+        pins = facts.pins_at(time.time())
+        return StepInfo(step=name.step, url=url, name=name, state=state, pins=pins)
     stored = stored_step(name, commit, facts)
     return StepInfo(
         step=name.step,
@@ -187,21 +198,33 @@ def _info(
     )
 
 
-async def _find(root: Root, opened: OpenSource, step: int | StepName) -> tuple[StepName, Facts]:
-    """Returns the committed snapshot of a step. Reads the commit objects of that step only, unless
-    there are several.
+async def _find(
+    root: Root, opened: OpenSource, step: int | StepName, *, needs_commit: bool = True
+) -> tuple[StepName, Facts]:
+    """Returns the snapshot of a step, and its marks.
+
+    Reads the commit objects of that step only, unless there are several.
+
+    Args:
+        needs_commit: Raise an error unless the snapshot is committed and readable. If False, no
+            commit object is read, except to choose among several snapshots of a step.
     """
     if not isinstance(step, StepName | int) or isinstance(step, bool):
         raise UsageError(f"a step is an integer or a name that steps() returned, not {step!r}")
     listing = await root.look(opened)
     wanted = [name for name in listing.names if step in (name, name.step)]
-    commits = await root.read_commits(opened, wanted)
-    if len(commits) > 1:
-        listing = await root.list(opened)
-        commits = await root.read_commits(opened, listing.names)
-    name = find_step(root.url, listing, commits, step)
-    if not isinstance(commits[name], Commit):
-        raise UsageError(f"{root.url_of(name)} is damaged")
+    if len(wanted) == 1 and not needs_commit:
+        (name,) = wanted
+    else:
+        failed: dict[StepName, StorageError] | None = None if needs_commit else {}
+        read = partial(root.read_commits, opened, has_newer=not needs_commit, failed=failed)
+        commits = {**await read(wanted), **(failed or {})}
+        if len(commits) > 1:
+            listing = await root.list(opened)
+            commits = {**await read(listing.names), **(failed or {})}
+        name = find_step(root.url, listing, commits, step)
+        if needs_commit and not isinstance(commits[name], Commit):
+            raise UsageError(f"{root.url_of(name)} is damaged")
     facts = await root.marks.read(opened, {name: listing.records.marks.get(name, ())})
     return name, facts[name]
 
@@ -258,7 +281,7 @@ def unpin(root: Root, step: int | StepName | Pin, reason: str | None) -> Script[
         if isinstance(step, Pin):
             await opened.storage.delete([step.key])
             return [step]
-        name, facts = await _find(root, opened, step)
+        name, facts = await _find(root, opened, step, needs_commit=False)
         pins = facts.pins_at(time.time())
         found = [pin for pin in pins if reason in (None, pin.reason)]
         if not found:

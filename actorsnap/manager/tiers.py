@@ -37,10 +37,12 @@ from actorsnap.log import Log
 from actorsnap.manager.events import EventBoard, EventKind
 from actorsnap.manager.keeper import (
     MAX_PASS_S,
+    Commits,
     Keeper,
     current_timeline,
     find_damage,
     make_intent,
+    read_commits,
 )
 from actorsnap.options import Options
 from actorsnap.planning.keeping import KeepPolicy, Verdict, leftovers
@@ -55,6 +57,7 @@ from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import run_on_loop
 from actorsnap.runtime.source import OpenSource, Source
 from actorsnap.runtime.uploader_client import find_usable_uploader
+from actorsnap.storage.wire import is_unreachable
 
 logger = Log(__name__)
 
@@ -139,9 +142,12 @@ class TieredRoot(Root):
         damaged = self.root.damaged
         others = [n for n in names if n in damaged or not isinstance(found.get(n), Commit)]
         there: dict[StepName, Commit | FormatError] = {}
+        failed_near: dict[StepName, StorageError] | None = None if failed is None else {}
         if others:
             async with self.tier.source.opened(opened.host, "list") as near:
-                there = await self.tier.read_commits(near, others, has_newer=has_newer)
+                there = await self.tier.read_commits(
+                    near, others, has_newer=has_newer, failed=failed_near
+                )
         whole = {
             name: commit
             for name, commit in there.items()
@@ -150,6 +156,8 @@ class TieredRoot(Root):
         }
         self._near = (self._near - {*names}) | {*whole}
         if failed is not None:
+            near_only = {n: why for n, why in (failed_near or {}).items() if n not in found}
+            failed.update({**near_only, **failed})
             for name in whole:
                 failed.pop(name, None)
         return {**there, **found, **whole}
@@ -386,11 +394,9 @@ class TieredKeeper(Keeper):
     def failed_deletes(self) -> dict[str, Exception]:
         return {**super().failed_deletes(), **self._failed_near}
 
-    async def _look(
-        self, opened: OpenSource
-    ) -> tuple[Listing, dict[StepName, Commit | FormatError]]:
+    async def _look(self, opened: OpenSource) -> tuple[Listing, Commits]:
         listing = await self._places.list(opened)
-        return listing, await self._places.read_commits(opened, listing.names)
+        return listing, await read_commits(self._places, opened, listing.names)
 
     async def run_pass(
         self, policy: KeepPolicy | None, *, dry_run: bool
@@ -427,11 +433,11 @@ class TieredKeeper(Keeper):
         listing = await self._root.list(opened)
         if generation is None or self._looks_superseded(listing):
             return
-        durable = await self._root.read_commits(opened, listing.names)
+        durable = await read_commits(self._root, opened, listing.names)
         facts = await self._root.read_facts(opened, listing)
         near = await self._places.list_tier(opened)
         async with self._tier.source.opened(opened.host, "prune") as at_tier:
-            commits = await self._tier.read_commits(at_tier, near.names)
+            commits = await read_commits(self._tier, at_tier, near.names)
             drained = {
                 name: commit
                 for name, commit in commits.items()
@@ -463,7 +469,13 @@ class TieredKeeper(Keeper):
 
         A damaged one counts as not drained.
         """
-        problems = await run_on_loop(Host.get(), find_damage(self._root, name, "quick"))
+        try:
+            problems = await run_on_loop(Host.get(), find_damage(self._root, name, "quick"))
+        except StorageError as error:
+            if is_unreachable(error):
+                raise
+            logger.warning("%s: not verified: %s", self._root.url_of(name), describe(error))
+            return False
         if problems and not isinstance(problems[0], NotASnapshot):
             self._root.damaged.setdefault(name, str(problems[0]))
         return not problems
