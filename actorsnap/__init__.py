@@ -4,15 +4,18 @@
 Public names only. ``actorsnap.sync`` has the same calls for ordinary scripts.
 
 Names are imported on first use: the uploader process, and other packages' storages in it, import
-this module without torch.
+this module without torch. The command imports it before it can catch Ctrl-C.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from actorsnap import errors
+from importlib import import_module
+
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from actorsnap import sync as sync
     from actorsnap.actors.trace import Phase, Progress
     from actorsnap.errors import (
@@ -56,7 +59,6 @@ __version__: str
 
 _NAMES_BY_MODULE = {
     "actorsnap.actors.trace": ("Phase", "Progress"),
-    "actorsnap.errors": errors.__all__,
     "actorsnap.options": ("Options", "from_env"),
     "actorsnap.runtime.copy": ("CopyEvent", "CopyEventKind", "CopyReport"),
     "actorsnap.runtime.exporting": ("ExportReport",),
@@ -72,7 +74,7 @@ _NAMES_BY_MODULE = {
     "actorsnap.state.records": ("NamedRecord",),
     "actorsnap.state.stateful": ("RNGState", "StateDict", "Stateful"),
 }
-"""The public names by module."""
+"""The public names by module. All others are in ``actorsnap.errors``."""
 
 _MODULES = ("errors", "manager", "storage", "sync", "testing")
 
@@ -131,9 +133,10 @@ def __getattr__(name: str) -> Any:
         return import_module("actorsnap.release").RELEASE
     if name in _MODULES:
         return import_module(f"{__name__}.{name}")
-    home = next((home for home, names in _NAMES_BY_MODULE.items() if name in names), None)
-    if home is None:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    homes = (home for home, names in _NAMES_BY_MODULE.items() if name in names)
+    home = next(homes, f"{__name__}.errors")
     value = globals()[name] = getattr(import_module(home), name)
     return value
 

@@ -1,16 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The program ``actorsnap``; also ``python -m actorsnap``."""
+"""The program ``actorsnap``; also ``python -m actorsnap``.
+
+It imports within ``main``, which catches Ctrl-C.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
-from contextlib import suppress
-from typing import NoReturn
 
-from actorsnap.cli_streams import prepare_streams, print_json_error
-from actorsnap.release import RELEASE
+TYPE_CHECKING = False
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import NoReturn
 
 
 def main() -> None:
@@ -24,11 +27,16 @@ def main() -> None:
 def _exit(error: str, code: int, message: str = "") -> NoReturn:
     """Exits without the commands' modules; prints the error as JSON if that was asked for."""
     if "--json" in sys.argv:
+        from actorsnap.cli_streams import print_json_error
+
         print_json_error(error, code, message)
     sys.exit(code)
 
 
 def _main() -> None:
+    from actorsnap.cli_streams import prepare_streams
+    from actorsnap.release import RELEASE
+
     prepare_streams()
     try:
         from actorsnap.cli_app import COMMANDS, add_outlines, app
@@ -50,6 +58,8 @@ def _main() -> None:
 
 def _end(app: Callable[..., object]) -> NoReturn:
     """Runs the program. A failure to write its output must not look like damage, which is 1."""
+    from contextlib import suppress
+
     end = SystemExit(0)
     try:
         try:

@@ -66,6 +66,14 @@ DONE: Final = f"{__name__}.done"
 """The key in a context's ``meta`` of the fields that an error's JSON has next to ``error``."""
 
 
+_OTHER_WAYS: Final[Mapping[tuple[object, object], str]] = {
+    ("prune", "--dry-run"): "Without --yes, it only lists the steps that it would delete",
+    ("rm", "--dry-run"): "Without --yes, it asks before it deletes",
+    ("convert", "--to"): "It writes a snapshot. `actorsnap export --to` writes other formats",
+}
+"""Hints by a command and an option that it does not have."""
+
+
 class Commands(TyperGroup):
     """With ``--json``, also prints the error that ended a command as JSON, on stdout."""
 
@@ -100,6 +108,10 @@ class Commands(TyperGroup):
             # Typer brings its own copy of click, or click, and reads arguments by pydantic.
             if isinstance(getattr(error, "message", None), str):
                 error.message = error.message.replace("Value error, ", "", 1)  # type: ignore[attr-defined]
+                option = getattr(error, "option_name", None)
+                if hint := _OTHER_WAYS.get((ctx.invoked_subcommand, option)):
+                    error.message += f". {hint}"  # type: ignore[attr-defined]
+                    error.possibilities = None  # type: ignore[attr-defined]
             if ctx.meta[__name__] and hasattr(error, "format_message"):
                 _print_json(error, getattr(error, "exit_code", 2))
             raise

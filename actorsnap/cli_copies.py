@@ -59,6 +59,7 @@ from actorsnap.runtime.roots import copy_records
 from actorsnap.runtime.source import OpenSource, Source
 from actorsnap.storage.registry import folder_and_name
 from actorsnap.storage.wire import is_unreachable
+from actorsnap.wording import did_you_mean
 
 _COPY_A_RUN = "To copy a whole run, add --all"
 
@@ -95,6 +96,20 @@ class ExportFormat(StrEnum):
     HF = "hf"
     TORCH = "torch"
     DCP = "dcp"
+
+
+_FORMATS_BY_OTHER_NAMES = {"safetensors": "hf", "transformers": "hf", "pt": "torch", "pth": "torch"}
+
+
+def _parse_format(text: str) -> ExportFormat:
+    try:
+        return ExportFormat(text)
+    except ValueError:
+        meant = _FORMATS_BY_OTHER_NAMES.get(text.strip("."), text.lower())
+        hint = did_you_mean(meant, list(ExportFormat))
+        raise typer.BadParameter(
+            f"{text!r} is not one of 'hf', 'torch', 'dcp'{f'; {hint}' if hint else '.'}"
+        ) from None
 
 
 def register(app: typer.Typer) -> None:
@@ -193,7 +208,10 @@ def _copy_all(
             num_failed += 1
             _print_copy(name, "failed", describe(error), {}, as_json)
             if isinstance(error, StorageError) and is_unreachable(error):
-                print_stop(in_order[num_seen:])
+                left = in_order[num_seen:]
+                for name in left if as_json else ():
+                    _print_copy(name, "not looked at", "", {}, as_json)
+                print_stop(left)
                 break
             continue
         num_there += 1
@@ -359,6 +377,9 @@ def export(
         ExportFormat,
         typer.Option(
             "--to",
+            parser=_parse_format,
+            autocompletion=lambda: [*ExportFormat],
+            metavar="FORMAT",
             help="hf: safetensors files for from_pretrained; torch: a file for torch.load; dcp: a "
             "folder for torch.distributed.checkpoint.load.",
         ),

@@ -148,14 +148,15 @@ def _verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | Non
             break
     if not checked:
         raise_empty(root, make_source(root, option))
+    left = names[len(checked) :]
     if as_json:
         output.print_json(
             [
                 {"name": each.name, **each.checked, "state": each.state, "problems": each.problems}
-                for each in checked
+                for each in [*checked, *[_Checked(name, "not looked at") for name in left]]
             ]
         )
-    print_stop(names[len(checked) :])
+    print_stop(left)
     if any(each.state == "damaged" for each in checked):
         raise typer.Exit(1)
     if any(each.state in ("newer format", "not readable") for each in checked):

@@ -206,10 +206,11 @@ def _collect(
     source: Source, path: str, *, force: bool, yes: bool, as_json: bool
 ) -> maintenance.Collected:
     leftovers = run(maintenance.find_leftovers(source))
+    folder = quote(output.one_line(path.rstrip("/")))
     for leftover in leftovers:
         state = "complete" if leftover.is_complete else "incomplete"
-        age = _age_text(leftover.attempt)
-        err.print(f"{leftover.attempt}  {output.size_text(leftover.nbytes)}, {age}, {state}")
+        size, age = output.size_text(leftover.nbytes), _age_text(leftover.attempt)
+        err.print(f"{folder}/{leftover.attempt}  {size}, {age}, {state}")
     complete = [each.attempt for each in leftovers if each.is_complete]
     doomed = [each for each in leftovers if each.is_complete and (each.is_garbage or force)]
     may_delete = yes
@@ -224,9 +225,12 @@ def _collect(
             run(reading.load_commit(source))  # raises if empty
     objects = output.count_of(len(report.deleted), "object", "objects")
     if not as_json:
-        output.write_lines([f"deleted {objects} of unfinished attempts"])
+        output.write_lines([f"deleted {objects} of unfinished attempts at {path}"])
+        sys.stdout.flush()
     for attempt in report.left:
-        err.print(f"left {quote(attempt)}, {_age_text(attempt)}: it may be running (see --force)")
+        err.print(
+            f"left {folder}/{quote(attempt)}, {_age_text(attempt)}: it may be running (see --force)"
+        )
     advice = f"{quote(recover_command(path))} makes a snapshot of it again; --yes deletes it"
     if report.is_damaged:
         advice = (
@@ -234,7 +238,7 @@ def _collect(
             "`actorsnap recover` there; `actorsnap rm` without --garbage deletes all"
         )
     for attempt in report.kept:
-        err.print(f"kept {quote(attempt)}: it is complete. {advice}")
+        err.print(f"kept {folder}/{quote(attempt)}: it is complete. {advice}")
     return report
 
 

@@ -610,7 +610,7 @@ def _summarize(done: _Outcome, sizes: Mapping[StepName, int], *, is_dry: bool) -
     if not is_dry:
         err.print(f"deleted {number}, {total}")
     else:
-        err.print(f"{number}, {total}; --yes deletes")
+        err.print(f"nothing was deleted: --yes deletes {number}, {total}")
 
 
 def _step_json(info: StepInfo) -> dict[str, Any]:

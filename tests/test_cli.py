@@ -631,7 +631,7 @@ def test_what_a_failed_cp_leaves(saved: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow  # the bar is that of verify
 def test_a_terminal_sees_how_far_a_copy_is(long: Path, tmp_path: Path) -> None:
-    code, text = on_a_terminal("cp", long, tmp_path / "copy")
+    code, text = on_a_terminal("cp", long, tmp_path / "copy", first_s=0.0)
     assert code == 0
     assert "copying" in text
     assert "━" in text
@@ -886,15 +886,18 @@ def test_rm_of_several_of_which_one_fails(saved: Path, tmp_path: Path) -> None:
     assert Snapshot(tmp_path / "c").exists()
 
 
-def test_rm_garbage(saved: Path, unfinished: Path) -> None:
+def test_rm_garbage(saved: Path, unfinished: Path, tmp_path: Path) -> None:
     (attempt,) = unfinished.iterdir()
     attempt.rename(saved / attempt.name)
     ended = run("rm", "--garbage", saved)
-    assert (ended.code, ended.out) == (5, "deleted 0 objects of unfinished attempts\n")
-    assert ended.err == f"left {attempt.name}, 0 s old: it may be running (see --force)\n"
-    ended = run("rm", "--garbage", "--force", saved)
-    assert (ended.code, ended.out) == (0, "deleted 1 object of unfinished attempts\n")
-    assert ended.err == ""
+    assert (ended.code, ended.out) == (5, f"deleted 0 objects of unfinished attempts at {saved}\n")
+    assert ended.err == f"left {saved}/{attempt.name}, 0 s old: it may be running (see --force)\n"
+    shutil.copytree(saved, tmp_path / "b")
+    ended = run("rm", "--garbage", "--force", saved, tmp_path / "b")
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.lines == [
+        f"deleted 1 object of unfinished attempts at {path}" for path in (saved, tmp_path / "b")
+    ]
     assert Snapshot(saved).verify("full").ok
     assert run("rm", "--force", saved).code == 5  # not confirmed
     assert Snapshot(saved).verify("full").ok
@@ -923,14 +926,15 @@ def without_commit(saved: Path, tmp_path: Path) -> Path:
 def test_rm_garbage_keeps_complete_attempts(without_commit: Path) -> None:
     incomplete, complete = sorted(os.listdir(without_commit))
     ended = run("rm", "--garbage", without_commit, answer="y\n")  # nobody is asked in a pipe
-    assert (ended.code, ended.out) == (5, "deleted 1 object of unfinished attempts\n")
+    at = f" at {without_commit}\n"
+    assert (ended.code, ended.out) == (5, f"deleted 1 object of unfinished attempts{at}")
     listed, other, kept = ended.err.splitlines()
-    assert re.fullmatch(rf"{incomplete}  4\.9 KiB, \d+ d old, incomplete", listed)
-    assert re.fullmatch(rf"{complete}  1\.\d MiB, \d+ s old, complete", other)
+    assert re.fullmatch(rf"{without_commit}/{incomplete}  4\.9 KiB, \d+ d old, incomplete", listed)
+    assert re.fullmatch(rf"{without_commit}/{complete}  1\.\d MiB, \d+ s old, complete", other)
     advice = (
         f"`actorsnap recover '{without_commit}'` makes a snapshot of it again; --yes deletes it"
     )
-    assert kept == f"kept {complete}: it is complete. {advice}"
+    assert kept == f"kept {without_commit}/{complete}: it is complete. {advice}"
     assert os.listdir(without_commit) == [complete]
     assert run("rm", "--garbage", "--force", without_commit).code == 5
     assert os.listdir(without_commit) == [complete]
@@ -939,7 +943,7 @@ def test_rm_garbage_keeps_complete_attempts(without_commit: Path) -> None:
 def test_rm_garbage_deletes_complete_attempts_if_told(without_commit: Path) -> None:
     ended = run("rm", "--garbage", "--yes", without_commit)
     assert ended.code == 0
-    assert re.fullmatch(r"deleted [4-9] objects of unfinished attempts\n", ended.out)
+    assert re.fullmatch(r"deleted [4-9] objects of unfinished attempts at .*\n", ended.out)
     assert not without_commit.exists()
 
 
@@ -964,9 +968,10 @@ def test_rm_garbage_next_to_a_damaged_snapshot(
     )
     for more in ([], ["--force"], ["--yes", "--force"]):
         ended = run("rm", "--garbage", *more, saved)
-        assert (ended.code, ended.out) == (5, "deleted 0 objects of unfinished attempts\n")
+        deleted = f"deleted 0 objects of unfinished attempts at {saved}\n"
+        assert (ended.code, ended.out) == (5, deleted)
         assert sorted(ended.err.splitlines()) == [
-            f"kept {name}: it is complete. {advice}" for name in kept
+            f"kept {saved}/{name}: it is complete. {advice}" for name in kept
         ]
         assert sorted(saved.rglob("*")) == before
     assert run("rm", "--yes", saved).code == 0
@@ -1203,6 +1208,25 @@ def test_a_missing_package() -> None:
     ended = run("ls", "abfs://container/x")
     assert ended.code == 4
     assert "pip install adlfs" in ended.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("export A B --to safetensors", "not one of 'hf', 'torch', 'dcp'; did you mean 'hf'?"),
+        ("export A B --to pt", "did you mean 'torch'?"),
+        ("export A B --to dpc", "did you mean 'dcp'?"),
+        ("export A B --to onnx", "'onnx' is not one of 'hf', 'torch', 'dcp'."),
+        ("convert A B --to hf", "No such option: --to. It writes a snapshot"),
+        ("prune A --dry-run", "No such option: --dry-run. Without --yes, it only lists"),
+        ("rm A --dry-run", "No such option: --dry-run. Without --yes, it asks"),
+        ("steps A --dry-run", "No such option: --dry-run"),
+    ],
+)
+def test_what_users_type_instead(arguments: str, text: str) -> None:
+    ended = run(*arguments.split(), "--json")
+    assert ended.code == 2
+    assert text in json.loads(ended.out)["error"]["message"]
 
 
 def test_help_and_version() -> None:
@@ -1461,15 +1485,16 @@ def test_nobody_reads_on(long: Path) -> None:
 
 INTERRUPTED = """
 import os, signal, sys
-from actorsnap.__main__ import main
 
 class Finder:
     @staticmethod
     def find_spec(name, path=None, target=None):
         if name == "actorsnap.cli":
+            sys.meta_path.remove(Finder)
             os.kill(os.getpid(), signal.SIGINT)
 
 sys.meta_path.insert(0, Finder)
+from actorsnap.__main__ import main
 sys.argv[1:] = ["ls", "nothing"]
 main()
 """
@@ -1489,13 +1514,15 @@ def test_an_interrupt_of_the_parser(saved: Path, monkeypatch: pytest.MonkeyPatch
         assert json.loads(ended.out)["error"]["type"] == "KeyboardInterrupt"
 
 
-def test_an_interrupt_of_imports() -> None:
-    ended = subprocess.run(
-        forker.command("-c", INTERRUPTED), env=ENVIRONMENT, capture_output=True, check=False
-    )
+@pytest.mark.parametrize("module", ["actorsnap.cli_streams", "actorsnap.errors", "actorsnap.cli"])
+def test_an_interrupt_of_imports(module: str) -> None:
+    """Also of the first ones: no traceback."""
+    program = INTERRUPTED.replace("actorsnap.cli", module)
+    command = [sys.executable, "-c"]  # not forked from a process that has imported all
+    ended = subprocess.run([*command, program], env=ENVIRONMENT, capture_output=True, check=False)
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, b"", b"interrupted\n")
     ended = subprocess.run(
-        forker.command("-c", INTERRUPTED.replace('"nothing"', '"nothing", "--json"')),
+        [*command, program.replace('"nothing"', '"nothing", "--json"')],
         env=ENVIRONMENT,
         capture_output=True,
         check=False,
@@ -1673,14 +1700,30 @@ def test_damage_on_a_full_disk(saved: Path) -> None:
     assert done.stderr.count(b"\n") == 1
 
 
-def on_a_terminal(*arguments: object, answer: str = "") -> tuple[int, str]:
-    """Exit code, and all that a terminal of 100 columns was sent."""
+BARS_AFTER = """
+from actorsnap.__main__ import main
+from actorsnap.runtime import bars
+
+bars._FIRST_S = {first_s}
+main()
+"""
+
+
+def on_a_terminal(
+    *arguments: object, answer: str = "", first_s: float | None = None
+) -> tuple[int, str]:
+    """Exit code, and all that a terminal of 100 columns was sent.
+
+    Args:
+        first_s: Time before a command gets bars, instead of the real one.
+    """
+    words = command(*arguments)
+    if first_s is not None:
+        words = forker.command("-c", BARS_AFTER.format(first_s=first_s), *map(str, arguments))
     ours, theirs = pty.openpty()
     environment = {**ENVIRONMENT, "TERM": "xterm", "COLUMNS": "100", "LC_ALL": "C.UTF-8"}
     environment.pop("NO_COLOR", None)
-    process = subprocess.Popen(
-        command(*arguments), env=environment, stdin=theirs, stdout=theirs, stderr=theirs
-    )
+    process = subprocess.Popen(words, env=environment, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     os.write(ours, answer.encode())
     received = bytearray()
@@ -1696,8 +1739,21 @@ def on_a_terminal(*arguments: object, answer: str = "") -> tuple[int, str]:
     return process.wait(60), received.decode()
 
 
+def test_short_work_draws_no_bar(saved: Path, tmp_path: Path) -> None:
+    """It would vanish at once."""
+    for arguments in (
+        ["verify", "--full", saved],
+        ["inspect", saved],
+        ["cp", saved, tmp_path / "copy"],
+    ):
+        code, text = on_a_terminal(*arguments, first_s=60.0)
+        assert code == 0
+        assert "\x1b[2K" not in text
+        assert "━" not in text
+
+
 def test_a_terminal_sees_a_progress_bar(long: Path) -> None:
-    code, text = on_a_terminal("verify", "--full", long)
+    code, text = on_a_terminal("verify", "--full", long, first_s=0.0)
     assert code == 0
     assert "verifying" in text
     assert "━" in text
@@ -1709,14 +1765,14 @@ def test_a_terminal_sees_a_progress_bar(long: Path) -> None:
 def test_a_command_in_a_cell_draws_no_bar(long: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """IPython gives it a terminal; the cell would keep each frame."""
     monkeypatch.setitem(ENVIRONMENT, "JPY_PARENT_PID", "1")
-    code, text = on_a_terminal("verify", "--full", long)
+    code, text = on_a_terminal("verify", "--full", long, first_s=0.0)
     assert code == 0
     assert "\x1b[" not in text
     assert "verifying" not in text
 
 
 def test_a_terminal_sees_no_unknown_total(saved: Path) -> None:
-    code, text = on_a_terminal("verify", saved)
+    code, text = on_a_terminal("verify", saved, first_s=0.0)
     assert code == 0
     assert "verifying" in text
     assert "━" in text

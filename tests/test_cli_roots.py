@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Awaitable, Callable, Generator
 from dataclasses import replace
 from datetime import datetime, timedelta
@@ -25,6 +26,7 @@ from actorsnap import (
     StorageError,
     UsageError,
     cli,
+    cli_damage,
     cli_deletion,
     cli_roots,
 )
@@ -275,6 +277,36 @@ def test_latest_does_not_skip_a_step_that_it_cannot_read(root: Path, more: list[
     with faulty(Locked):  # an older one
         ended = run("latest", faulty_url(root), *more)
         assert (ended.code, ended.out) == (0, f"{faulty_url(root)}/{name(300)}\n")
+
+
+def test_best_needs_all_steps_of_the_run(root: Path) -> None:
+    """A step that cannot be read may be the best."""
+    with faulty(Locked):
+        ended = run("best", faulty_url(root), "loss", "--min")
+        assert (ended.code, ended.out) == (4, "")
+        assert name(100) in ended.err
+        note = f"the best step that could be read is {faulty_url(root)}/{name(300)}"
+        assert note in ended.err
+        with manager(faulty_url(root)) as running, pytest.raises(AccessDenied) as raised:
+            running.best("loss", "min")
+        assert raised.value.__notes__ == [note]
+    with manager(root) as running:
+        running.restore(0)
+        running.maybe_save(400, metrics={"loss": 5.0})
+    with faulty(Locked):  # abandoned
+        ended = run("best", faulty_url(root), "loss", "--min")
+    assert (ended.code, ended.out) == (0, f"{faulty_url(root)}/{name(0)}\n")
+
+
+def test_delete_does_not_need_to_read_the_others(root: Path) -> None:
+    with faulty(Locked), manager(faulty_url(root)) as running:
+        running.delete(200)
+        with pytest.raises(AccessDenied):
+            running.delete(100, force=True)
+        running.delete(300)
+        with pytest.raises(UsageError, match="only valid snapshot"):
+            running.delete(0)
+    assert names(root) == [name(0), name(100)]
 
 
 def test_prune_goes_on_after_one_that_cannot_be_read(
@@ -794,12 +826,19 @@ def gone(monkeypatch: pytest.MonkeyPatch) -> Generator[Callable[[], int]]:
         yield lambda: len(tries)
 
 
+@pytest.mark.parametrize("more", [[], ["--json"]])
 def test_cp_stops_if_the_storage_is_gone(
-    root: Path, tmp_path: Path, gone: Callable[[], int]
+    root: Path, tmp_path: Path, gone: Callable[[], int], more: list[str]
 ) -> None:
-    ended = run("cp", "--all", faulty_url(root), tmp_path / "copy")
+    ended = run("cp", "--all", faulty_url(root), tmp_path / "copy", *more)
     assert ended.code == 4
-    assert [row[:2] for row in ended.rows] == [[name(0), "copied"], [name(100), "failed"]]
+    found = [(name(0), "copied"), (name(100), "failed")]
+    if more:
+        found += [(name(200), "not looked at"), (name(300), "not looked at")]
+        lines = map(json.loads, ended.out.splitlines())
+        assert [(line["name"], line["state"]) for line in lines] == found
+    else:
+        assert [(row[0], row[1]) for row in ended.rows] == found
     stopped = f"2 snapshots were not looked at, from {name(200)} on"
     assert f"stopped: the storage cannot be reached; {stopped}\n" in ended.err
     assert gone() < 6
@@ -811,12 +850,30 @@ def test_verify_stops_if_the_storage_is_gone(
 ) -> None:
     ended = run("verify", "--all", "--full", faulty_url(root), *more)
     assert ended.code == 4
+    found = [(name(0), "ok"), (name(100), "not readable")]
     if more:
-        found = [(each["name"], each["state"]) for each in json.loads(ended.out)]
+        found += [(name(200), "not looked at"), (name(300), "not looked at")]
+        assert [(each["name"], each["state"]) for each in json.loads(ended.out)] == found
     else:
-        found = [(row[0], row[1]) for row in ended.rows]
-    assert found == [(name(0), "ok"), (name(100), "not readable")]
+        assert [(row[0], row[1]) for row in ended.rows] == found
     assert f"2 snapshots were not looked at, from {name(200)} on" in ended.err
+
+
+def test_verify_prints_each_step_when_it_is_done(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A check of a run may take hours, and end early."""
+    printed: list[str] = []
+    check = cli_damage._check
+
+    def look(place: str, which: str, *rest: Any) -> Any:
+        printed.append(sys.stdout.buffer.getvalue().decode())  # type: ignore[union-attr]
+        return check(place, which, *rest)
+
+    monkeypatch.setattr(cli_damage, "_check", look)
+    out = run("verify", "--all", root).out
+    assert [text.count("\n") for text in printed] == [0, 1, 2, 3]
+    assert all(out.startswith(text) for text in printed)
 
 
 def test_a_copy_to_another_run(root: Path, tmp_path: Path) -> None:
@@ -873,7 +930,7 @@ def test_prune_is_a_dry_run_without_yes(root: Path) -> None:
     assert [row[:2] for row in ended.rows] == [
         ["would delete", f"{root}/{name(step)}"] for step in (0, 100, 200)
     ]
-    assert re.fullmatch(r"3 steps, \d+\.\d KiB; --yes deletes\n", ended.err)
+    assert re.fullmatch(r"nothing was deleted: --yes deletes 3 steps, \d+\.\d KiB\n", ended.err)
     assert len(names(root)) == 4
 
 
@@ -1169,6 +1226,52 @@ def test_pin_and_unpin(root: Path) -> None:
     assert removed["reason"] == "paper"
     assert run("prune", root, "--keep", "last:1", "--min-valid", 1, "--yes").code == 0
     assert names(root) == [name(300)]
+
+
+class LockedCommits(Wrapper):
+    """Refuses to read each commit object."""
+
+    async def around(
+        self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
+    ) -> T:
+        if key.endswith(COMMIT_KEY):
+            raise AccessDenied(op=op, key=key, backend=self.url, detail="Permission denied")
+        return await super().around(op, key, call, *args, **kwargs)
+
+
+@pytest.mark.parametrize("harm", ["locked", "damaged", "newer", "gone"])
+@pytest.mark.parametrize("step", [100, name(100)])
+def test_unpin_needs_no_commit_object(root: Path, harm: str, step: object) -> None:
+    run("pin", root, 100, "--reason", "paper")
+    file = root / name(100) / COMMIT_KEY
+    if harm == "damaged":
+        file.write_bytes(b"{")
+    elif harm == "newer":
+        commit = replace_field(decode_commit(file.read_bytes(), ""), features=("delta",))
+        file.write_bytes(encode_commit(commit))
+    elif harm == "gone":
+        file.unlink()
+    with faulty(LockedCommits if harm == "locked" else Wrapper):
+        shown = {row[0]: row for row in run("steps", faulty_url(root), "--all").rows}
+        assert shown[name(100)][-1] == run("steps", root, "--all").rows[1][-1]
+        assert "pinned: paper" in shown[name(100)][-1]
+        ended = run("unpin", faulty_url(root), step)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.out.startswith(f"{name(100)}\tno longer pinned: paper")
+    assert not [*root.glob(".manager/marks/**/pin-*")]
+
+
+def test_unpin_of_a_step_of_two_runs(root: Path) -> None:
+    """The step of the current run, also if no commit object can be read."""
+    with manager(root) as running:
+        running.restore(0)
+        running.maybe_save(100, metrics={"loss": 1.0})
+    for each in (name(100), name(100, 2)):
+        run("pin", root, each, "--reason", each)
+    with faulty(LockedCommits):
+        assert run("unpin", faulty_url(root), 100).out.startswith(f"{name(100, 2)}\tno longer")
+        assert f"{name(100, 2)} is not pinned" in run("unpin", faulty_url(root), 100).err
+        assert run("unpin", faulty_url(root), name(100)).out.startswith(f"{name(100)}\tno longer")
 
 
 def test_expired_pins_do_not_count(root: Path) -> None:

@@ -187,7 +187,7 @@ def test_nothing_public_is_missing() -> None:
             assert getattr(module, name) is not None
     # Type checkers read the list, ``__getattr__`` the table.
     in_table = {name for names in actorsnap._NAMES_BY_MODULE.values() for name in names}
-    assert {*actorsnap.__all__} == {"__version__", *in_table}
+    assert {*actorsnap.__all__} == {"__version__", *actorsnap.errors.__all__, *in_table}
     asynchronous = {name for name in dir(actorsnap.Snapshot) if not name.startswith("_")}
     blocking = {name for name in dir(actorsnap.sync.Snapshot) if not name.startswith("_")}
     assert asynchronous == blocking

@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 logger = Log(__name__)
 
-_FIRST_S = 0.2
+_FIRST_S = 0.5
 """Time before a call gets bars: shorter calls would flicker."""
 
 _DRAW_S = 0.1
@@ -166,7 +166,7 @@ def shown(
     """
     if not is_on:
         return (yield from script)
-    display = Display(look, url, first_s=_FIRST_S, has_lines=True, output=output, has_end=has_end)
+    display = Display(look, url, has_lines=True, output=output, has_end=has_end)
     display.start()
     try:
         result = yield from script
@@ -185,7 +185,6 @@ class Display:
 
     Args:
         url: Of the snapshot, without secrets; empty for none.
-        first_s: Delay of the bars.
         has_lines: Write plain lines on stderr where bars cannot be shown.
         output: Where an earlier call for the same save, or manager, has drawn.
         has_end: Leave the last state visible. If False, a later call for the same save does.
@@ -196,14 +195,12 @@ class Display:
         look: Look,
         url: str = "",
         *,
-        first_s: float = 0.0,
         has_lines: bool,
         output: Output | None = None,
         has_end: bool = True,
     ) -> None:
         self._look = look
         self._url = url
-        self._first_s = first_s
         self._has_lines = has_lines
         self._output = output or Output()
         self._has_end = has_end
@@ -272,7 +269,7 @@ class Display:
         By display messages: ipykernel sends them from any thread. Those of widgets must come from
         its main thread, which ``actorsnap.sync`` blocks.
         """
-        self._is_stopped.wait(self._first_s)
+        self._is_stopped.wait(_FIRST_S)
         output, drawn = self._output, None
         while True:
             is_last = self._is_stopped.is_set()
@@ -289,7 +286,7 @@ class Display:
             self._is_stopped.wait(_NOTEBOOK_S)
 
     def _draw(self, terminal: TextIO) -> None:
-        if self._is_stopped.wait(self._first_s) and self._first_s:
+        if self._is_stopped.wait(_FIRST_S):
             return
         from rich.console import Console
         from rich.progress import (
