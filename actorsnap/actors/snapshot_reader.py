@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -34,6 +35,7 @@ from actorsnap.format.manifest import (
     decode_commit,
 )
 from actorsnap.format.owners import Owners, decode_owners, owners_key
+from actorsnap.format.steps import MAX_STEP, StepName
 from actorsnap.format.tables import (
     PREFIX_BYTES,
     ManifestTable,
@@ -45,6 +47,9 @@ from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, for_each
 
 logger = Log(__name__)
+
+_SHORT_STEP = re.compile(r"step[-_]?([0-9]{1,19})(?:\.g[0-9]+)?")
+"""What users may type for the folder of a manager's step."""
 
 T = TypeVar("T")
 
@@ -191,7 +196,7 @@ class SnapshotReader:
         """Reads the commit object; of another format, what stands for it.
 
         Raises:
-            NotASnapshot: There is none; describes the content found instead.
+            NotASnapshot: No snapshot is there; the message describes the content found instead.
             FormatError: It is damaged, or of a newer format.
         """
         if self.foreign is not None:
@@ -410,6 +415,9 @@ class SnapshotReader:
         if not keys and (file := await self._explain_file()):
             return file
         url = self.storage.url
+        if not keys and (step := await self._find_step()):
+            detail = f"no files are there; that step is {url.rstrip('/').rpartition('/')[0]}/{step}"
+            return NotASnapshot(key=url, detail=detail, found="absent")
         complete = [
             name
             for name in attempts_in(keys)
@@ -417,6 +425,22 @@ class SnapshotReader:
         ]
         found, detail = recognize(keys, url=url, complete=complete)
         return NotASnapshot(key=url, detail=detail, found=found)
+
+    async def _find_step(self) -> str | None:
+        """Returns the folder of a manager's step that the URL abbreviates (``runs/1/step-350``)."""
+        match = _SHORT_STEP.fullmatch(self.storage.url.rstrip("/").rpartition("/")[2])
+        opened = None if match is None or self.open_folder is None else await self.open_folder()
+        if match is None or opened is None or int(match[1]) > MAX_STEP:
+            return None
+        folder, _ = opened
+        found: list[StepName] = []
+        with suppress(StorageError):
+            async for info in folder.list(str(StepName(int(match[1]), 1)).removesuffix("1")):
+                name, _, rest = info.key.partition("/")
+                if rest in COMMIT_KEYS and (step := StepName.parse(name)):
+                    found.append(step)
+        newest = max(found, key=lambda step: step.generation, default=None)
+        return None if newest is None else str(newest)
 
     async def _explain_file(self) -> NotASnapshot | None:
         opened = None if self.open_folder is None else await self.open_folder()

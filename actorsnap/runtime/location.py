@@ -153,7 +153,8 @@ def check_destination(location: Location) -> None:
     folder, url = location.canonical, location.display_url
     if not folder.startswith("/"):
         return
-    step = linked_step(folder)
+    is_link = os.path.islink(folder)
+    step = StepName.parse(os.path.basename(os.path.realpath(folder))) if is_link else None
     if step is not None:
         raise UsageError(
             f"{url} is a link to {step}, and a snapshot written there would replace that step of a "

@@ -39,6 +39,7 @@ from actorsnap import (
     sync,
 )
 from actorsnap.errors import notes_of
+from actorsnap.manager.sync import CheckpointManager, every
 from actorsnap.options import from_env
 from actorsnap.runtime.host import Host
 from actorsnap.storage import StorageContext, open_storage
@@ -925,6 +926,36 @@ def test_a_rename_to_no_key_of_the_app_state(
     assert str(right) in caught.value.hints[0]
     snapshot.restore({"det": det}, rename=right)
     assert torch.equal(trunk.weight, encoder.weight)
+
+
+def test_the_folder_of_a_step_is_named(tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    with CheckpointManager(root, {"p": StateDict(a=1)}, save=every.steps(1)) as manager:
+        manager.maybe_save(350)
+    (step,) = root.glob("step-*")
+    for name in ("step-350", "step_350", "step-0000000350", "step-350.g7"):
+        with pytest.raises(
+            NotASnapshot, match=f"no files are there; that step is {step}$"
+        ) as caught:
+            sync.Snapshot(root / name).keys()
+        assert caught.value.found == "absent"
+    for name in ("step-35", "step-3500", "350"):
+        with pytest.raises(NotASnapshot, match="no files are there; check the path$"):
+            sync.Snapshot(root / name).keys()
+
+
+def test_nothing_is_saved_through_a_link_with_an_absolute_target(tmp_path: Path) -> None:
+    state = {"p": StateDict(a=1)}
+    with CheckpointManager(tmp_path / "run", state, save=every.steps(1)) as manager:
+        manager.maybe_save(350)
+    (step,) = (tmp_path / "run").glob("step-*")
+    targets = {"step": step, "latest": tmp_path / "run" / "latest", "root": tmp_path / "run"}
+    for name, target in targets.items():
+        link = tmp_path / name
+        link.symlink_to(target)
+        reason = "is the root of" if name == "root" else f"is a link to {step.name},"
+        with pytest.raises(UsageError, match=f"^{link} {reason}"):
+            sync.Snapshot.take(link, state, overwrite=True)
 
 
 def test_a_misspelt_entry(tmp_path: Path) -> None:
