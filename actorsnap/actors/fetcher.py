@@ -331,7 +331,7 @@ class _Target(msgspec.Struct, frozen=True, gc=False, eq=False):
 
 
 class _Batch(msgspec.Struct, frozen=True, gc=False, eq=False):
-    """Memory that is filled at once, and the targets in it that are to be verified."""
+    """Memory that is filled at once, and the targets in it that must be verified."""
 
     views: list[memoryview]
     verified: list[_Target]

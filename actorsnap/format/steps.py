@@ -3,7 +3,7 @@
 
     <root>/step-0000000500.g8/           a snapshot: step 500, saved by generation 8
     <root>/.manager/runs/00000008.json   ``RunRecord``: who generation 8 is
-    <root>/.manager/deleting/step-0000000500.g8.json   ``DeleteIntent``: the snapshot is to go
+    <root>/.manager/deleting/step-0000000500.g8.json   ``DeleteIntent``: it is being deleted
     <root>/.manager/marks/step-0000000500.g8/pin-00000000-<nonce>.json       ``PinMark``
     <root>/.manager/marks/step-0000000500.g8/metrics-00000001-<nonce>.json   ``MetricsMark``
 

@@ -159,7 +159,7 @@ class Checkpoints:
             path: Of a snapshot, or of another format in ``docs/migrate/index.md``.
 
         Raises:
-            NotASnapshot: There is none.
+            NotASnapshot: No checkpoint is at ``path``.
             ActorSnapError: The save in flight failed. Or see ``Snapshot.restore``.
         """
         self.wait()

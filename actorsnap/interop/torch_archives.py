@@ -66,7 +66,7 @@ class TensorStub(Stub, frozen=True, eq=False):
 
 
 def check_plain(value: object, path: str) -> None:
-    """Raises ``UsageError`` if a value is none that ``weights_only`` admits; names its path."""
+    """Raises ``UsageError`` with the path of a value that ``weights_only`` refuses."""
     kind = type(value)
     if kind in _PLAIN or issubclass(kind, Stub):
         return

@@ -103,7 +103,7 @@ class TorchSnapshotSaver(_saver.TorchSnapshotSaver):  # type: ignore[misc]
         """Waits for the save in flight, and makes the removals.
 
         Raises:
-            RuntimeError: The save failed. Raised once; what was to be removed stays.
+            RuntimeError: The save failed. Raised once; no snapshot is removed.
         """
         pending = self._prev_snapshot
         if pending is not None:

@@ -313,7 +313,7 @@ class ActorsnapTrainer(transformers.Trainer):  # type: ignore[misc]
                 note_arguments(error, snapshot.path, "A Trainer")
                 raise
         if missing := sorted(app_state.keys() - wanted.keys()):
-            logger.warning("%s has no %s: begins anew", folder, ", ".join(missing))
+            logger.warning("%s has no %s: starts over", folder, ", ".join(missing))
         return True
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:

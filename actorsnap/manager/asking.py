@@ -380,7 +380,7 @@ class Asking:
         return self.calls.serve()
 
     async def report_unserved(self) -> None:
-        """Names what was asked for in vain."""
+        """Logs each request for a save that was not met."""
         for reason in self.waiting:
             self._events.post(EventKind.UNSERVED, detail=reason)
             logger.warning(

@@ -130,7 +130,7 @@ class ManagerBody:
     # When
 
     def due(self, step: int, given: Given) -> str | None:
-        """Returns why the step is to be saved; None: nothing is to be done. No I/O, no message."""
+        """Returns why the step must be saved, or None. No I/O, no message."""
         if self._is_closed:
             self._check_open("maybe_save")
         step = check_training_step(step)

@@ -66,7 +66,7 @@ def to_restore(root: Root, step: int) -> Script[StepName]:
     """Returns the newest committed snapshot of a step of the run.
 
     Raises:
-        UsageError: There is none. Names the steps that can be restored.
+        UsageError: The run has no such step. The message names the steps that can be restored.
     """
     infos = yield from steps(root, is_complete=True)
     named = [info for info in infos if info.step == step]

@@ -142,7 +142,7 @@ def leftovers(
 
     A folder without a commit object goes if no later save can take its name: it is of an earlier
     generation, or of an earlier step than the newest one of ``generation``. The intent of a
-    committed snapshot goes; what was judged may have changed.
+    committed snapshot goes: the reason for the deletion may no longer hold.
 
     Args:
         names: Folders at the root, without saves in flight.

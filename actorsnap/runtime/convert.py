@@ -124,7 +124,7 @@ class Conversion:
 
         Raises:
             SnapshotReplaced: The source has changed meanwhile.
-            ActorSnapError: Reading or writing failed. The attempt's objects are to be deleted.
+            ActorSnapError: Reading or writing failed. The caller must delete the attempt's objects.
         """
         for manifest, captured, origins in self._ranks:
             await self._convert(manifest, captured, origins)

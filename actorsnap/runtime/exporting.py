@@ -388,7 +388,7 @@ class Exporter:
 
     @asynccontextmanager
     async def cleaning_up(self) -> AsyncIterator[None]:
-        """Deletes what was written if the block fails or is cancelled."""
+        """Deletes the written files if the block fails or is cancelled."""
         try:
             yield
         except BaseException:

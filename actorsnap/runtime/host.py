@@ -394,7 +394,7 @@ def _forked_error(pid: int) -> UsageError:
     return UsageError(
         f"this object belongs to process {pid}, which this process was forked "
         "from: its runtime does not run here. Wait for pending snapshots before you "
-        "fork, and open the snapshot anew in the child"
+        "fork, and open the snapshot again in the child"
     )
 
 

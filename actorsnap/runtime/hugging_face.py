@@ -242,7 +242,7 @@ class _Selection:
         """Adds the leaves of an index, or those at ``paths``.
 
         Raises:
-            UsageError: A tensor is none that safetensors can hold.
+            UsageError: safetensors cannot hold a tensor.
             FormatError: Its shards do not make it up.
         """
         self.records |= {record.key: record for record in index.objects}

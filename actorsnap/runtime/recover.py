@@ -256,7 +256,7 @@ class _Recovery:
 
         Raises:
             UsageError: There are several; or the world size is needed.
-            NotASnapshot, ChecksumMismatch, FormatError: There is none.
+            NotASnapshot, ChecksumMismatch, FormatError: No attempt is complete.
         """
         names = await find_attempts(self._storage)
         if not names:

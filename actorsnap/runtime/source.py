@@ -156,7 +156,7 @@ class Source:
     def note(
         self, commit: Commit, nbytes: int | None = None, contents: Mapping[str, int] | None = None
     ) -> None:
-        """Keeps what was read, for ``seen`` and ``seen_contents``."""
+        """Caches the values for ``seen`` and ``seen_contents``."""
         cache = self._cache
         if cache.commit != commit:
             cache.commit, cache.nbytes, cache.contents = commit, None, None

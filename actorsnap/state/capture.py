@@ -276,7 +276,7 @@ def _glob_regex(glob: str) -> str:
 
 
 class _RankGroup(NamedTuple):
-    """Global ranks, those of them that save together, as numbers in that group, and a digest.
+    """Global ranks of a group; the numbers in it of the ranks that save together; and a digest.
 
     ``is_member``: whether this rank is one of them.
     """

@@ -61,10 +61,10 @@ class Packed(msgspec.Struct, frozen=True):
 
     @abstractmethod
     def check(self, read: ReadAt, nbytes: int) -> None:
-        """Checks what was unpacked, ``nbytes`` bytes. Blocks.
+        """Checks the ``nbytes`` unpacked bytes. Blocks.
 
         Raises:
-            FormatError: It is not what the index says.
+            FormatError: They differ from the index.
         """
 
 

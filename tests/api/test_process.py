@@ -55,7 +55,7 @@ def test_a_fork_while_a_snapshot_is_pending(zygote: Zygote, tmp_path: Path) -> N
     found = zygote.call("fork_with_pending", url=str(tmp_path)).result()
     for name in ("wait", "staged", "guard", "done", "cancel", "events"):
         assert found["child"][name].startswith("UsageError: this object belongs to process"), name
-    assert "open the snapshot anew in the child" in found["child"]["wait"]
+    assert "open the snapshot again in the child" in found["child"]["wait"]
     # The child has a runtime of its own, and works.
     assert found["child"]["saved"] == ""
     assert found["child"]["restored"] == 1

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Unpickles what nobody vouches for: no pickle ends the process, or takes far more than its size.
+"""Unpickles untrusted data: no pickle ends the process, or takes far more than its size.
 
 It calls and imports nothing. Subclasses decide what a global and a call stand for.
 """

@@ -190,7 +190,7 @@ def _check_transforms(item: StoredItem, fqn: str) -> None:
 
 
 def _parse(item: StoredItem, fqn: str, located: Located) -> Reading[Content | None]:
-    """Parses an item, whose bytes begin at 0; returns None for what is not a zip file.
+    """Parses an item, whose bytes begin at 0; returns None if it is not a zip file.
 
     Args:
         located: What was found before. Counts what is decompressed.
@@ -248,7 +248,7 @@ class _Parsing:
         self._piece: _Piece = 0, b""
 
     def advance(self, pieces: _Pieces) -> Content | None:
-        """Returns what was found.
+        """Returns the item's content, as ``_parse`` does.
 
         Raises:
             _Unread: ``wanted`` must be read first.

@@ -131,7 +131,7 @@ class StoredItem(msgspec.Struct, frozen=True, gc=False):
 
     Attributes:
         box: None for a value.
-        transforms: Names of what was applied to the bytes, the last one first.
+        transforms: Names of the transforms of the bytes, the last one applied first.
     """
 
     file: str

@@ -322,7 +322,7 @@ class StateDescriber:
                     self._description.refused(path, error)
 
     def _add_value(self, path: str, value: object) -> None:
-        """Raises ``UsageError`` for an object that nobody allowed, or with a tensor inside."""
+        """Raises ``UsageError`` if the object's class is not allowed, or it has a tensor."""
         allow = self._allow_pickle
         if isinstance(value, Omitted):
             raise self._not_executed(path, value.refusal)

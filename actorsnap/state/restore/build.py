@@ -187,7 +187,7 @@ def resolve(
     """Returns the manifest's form of a typed path.
 
     Raises:
-        UsageError: There is none, or several.
+        UsageError: No entry has this path, or several have it.
     """
     below = path + "/"
     meant: set[str] = set()
