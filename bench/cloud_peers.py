@@ -209,6 +209,7 @@ class Raw(ObjectClient):
         assert isinstance(server, S3Server)
         self._host = server.endpoint.partition("://")[2]
         self._here = threading.local()
+        self._connections: list[http.client.HTTPConnection] = []
         self._pool = ThreadPoolExecutor(self._THREADS)
 
     def _request(
@@ -217,6 +218,7 @@ class Raw(ObjectClient):
         connection: http.client.HTTPConnection | None = getattr(self._here, "connection", None)
         if connection is None:
             connection = self._here.connection = http.client.HTTPConnection(self._host)
+            self._connections.append(connection)
         connection.request(method, target, body, headers)
         response = connection.getresponse()
         if response.status >= 300:
@@ -266,6 +268,8 @@ class Raw(ObjectClient):
 
     def close(self) -> None:
         self._pool.shutdown()
+        for connection in self._connections:
+            connection.close()
 
 
 class Boto3(ObjectClient):

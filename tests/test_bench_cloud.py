@@ -47,7 +47,7 @@ def test_sink_rows(
     assert [up["row"], down["row"]] == ["cloud sink upload", "cloud sink download"]
     for row in (up, down):
         assert row["missing"] == {"no such client": "RuntimeError: it is not installed"}
-        assert set(row["seconds"]) == {"actorsnap", "actorsnap storage", "aiobotocore"}
+        assert set(row["seconds"]) == {"actorsnap", "actorsnap storage", "raw", "aiobotocore"}
         assert all(value > 0 for value in row["cpu_s_per_gib"].values())
         assert row["ratios"]["x aiobotocore"] > 0
     assert dict(os.environ) == before

@@ -88,5 +88,5 @@ def test_pipelines(director: Director, tmp_path: Path) -> None:
     found = load_file(tmp_path / "hf" / "model.safetensors")
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in found)
-    with pytest.raises(UsageError, match="no key"):
+    with pytest.raises(UsageError, match="no path 'absent'"):
         export_dcp(Snapshot(path), tmp_path / "d", key="absent")
