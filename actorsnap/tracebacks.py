@@ -9,6 +9,10 @@ add nothing to it. Nor do they to:
 - an error of another class that is raised ``from`` its cause, and so translates it. ``from None``
   marks other errors that are raised on purpose.
 
+A cause of an error of actorsnap is not shown either if no frame of it is left: it was raised in
+actorsnap, and the error translates it. Programs find it in ``__context__``. ``SnapshotAborted`` and
+``RestoreAborted`` keep their cause, whose class is the reason.
+
 Errors of user code that actorsnap called (``load_state_dict``) keep the frames of that code, and so
 does Ctrl-C. All other errors and causes are bugs, and keep all frames.
 """
@@ -21,7 +25,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType, TracebackType
 from typing import Any, ParamSpec, TypeVar
 
-from actorsnap.errors import ActorSnapError
+from actorsnap.errors import ActorSnapError, RestoreAborted, SnapshotAborted
 from actorsnap.log import Log
 from actorsnap.wording import did_you_mean
 
@@ -33,6 +37,9 @@ T = TypeVar("T")
 _OURS = "actorsnap"
 _OTHER_NAMES = {"dtype": "cast", "every": "save"}
 """Parameters by names that users expect and that are spelled unlike them."""
+
+_ABORTED = (SnapshotAborted, RestoreAborted)
+_TRANSLATED = (ActorSnapError, BaseExceptionGroup, OSError)
 
 _PLUMBING = ("anyio", "asyncio", "concurrent", "contextlib", "logging", "threading")
 """Top-level modules whose frames are dropped between frames of ours."""
@@ -103,7 +110,8 @@ def name_methods(kind: type, name: str) -> None:
 def shorten(error: BaseException, *, is_misuse: bool = False) -> None:
     """Drops frames of actorsnap from the tracebacks of an error and of its causes.
 
-    The whole traceback is logged at DEBUG. Nothing else of the errors is changed.
+    The whole traceback is logged at DEBUG. A cause that the error translates moves to
+    ``__context__``, suppressed. Nothing else of the errors is changed.
 
     Args:
         is_misuse: The error is no bug, whatever its class.
@@ -112,17 +120,43 @@ def shorten(error: BaseException, *, is_misuse: bool = False) -> None:
         return
     logger.debug("the whole traceback of the next error", exc_info=error)
     seen: set[int] = set()
-    left: list[BaseException | None] = [error]
+    found: list[BaseException] = []
+    left = [error]
     while left:
         each = left.pop()
-        if each is None or id(each) in seen:
+        if id(each) in seen:
             continue
         seen.add(id(each))
-        if each is error or _is_no_bug(each, (ActorSnapError, BaseExceptionGroup, OSError)):
+        if each is error or _is_no_bug(each, _TRANSLATED):
             each.__traceback__ = _without_ours(each.__traceback__)
-        left.append(each.__cause__ if each.__suppress_context__ else each.__context__)
-        if isinstance(each, BaseExceptionGroup):
-            left += each.exceptions
+        left += _shown_with(each)
+        found.append(each)
+    for each in found:
+        if isinstance(each, ActorSnapError) and not isinstance(each, _ABORTED):
+            _hide_cause(each)
+
+
+def _shown_with(error: BaseException) -> list[BaseException]:
+    """Returns the cause or context that a traceback shows, and the members of a group."""
+    shown = error.__cause__ if error.__suppress_context__ else error.__context__
+    members = error.exceptions if isinstance(error, BaseExceptionGroup) else ()
+    return [*members] if shown is None else [shown, *members]
+
+
+def _hide_cause(error: ActorSnapError) -> None:
+    below = _shown_with(error)
+    left = [*below]
+    seen = {id(error)}
+    while left:
+        each = left.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        if each.__traceback__ is not None or not isinstance(each, _TRANSLATED):
+            return
+        left += _shown_with(each)
+    if below:
+        error.__cause__, error.__context__ = None, below[0]
 
 
 def _is_no_bug(error: BaseException, kinds: tuple[type[BaseException], ...]) -> bool:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import gc
 import inspect
 import logging
@@ -349,6 +350,37 @@ def test_causes_and_notes_stay(tmp_path: Path) -> None:
     assert "test_tracebacks.py" in text
 
 
+def test_one_exception_is_shown(tmp_path: Path) -> None:
+    """Or two, where the documentation promises the second."""
+    (tmp_path / "file").write_text("mine")
+    snapshot = sync.Snapshot.take(tmp_path / "s", {"model": StateDict(w=torch.ones(2))})
+    with pytest.raises(StorageError) as raised:
+        snapshot.export_hf(tmp_path / "file", key="model")
+    assert shown(raised.value) == [StorageError]
+    assert isinstance(raised.value.__context__, NotADirectoryError)
+    with pytest.raises(NotASnapshot) as absent, CheckpointManager(tmp_path / "file", STATE) as m:
+        m.restore_latest()
+    assert shown(absent.value) == [NotASnapshot]
+    with pytest.raises(SnapshotAborted) as aborted:
+        sync.Snapshot.take(tmp_path / "file", STATE)
+    assert shown(aborted.value) == [SnapshotAborted, StorageError]
+    assert aborted.value.__cause__ is not None
+    number = getattr(aborted.value.__cause__.__context__, "errno", None)
+    assert number == errno.ENOTDIR
+
+
+def shown(error: BaseException) -> list[type[BaseException]]:
+    """The classes of the exceptions that a traceback shows, the error's own first."""
+    found = []
+    each: BaseException | None = error
+    while each is not None:
+        found.append(type(each))
+        each = each.__cause__ if each.__suppress_context__ else each.__context__
+    text = "".join(traceback.format_exception(error))
+    assert text.count("The above exception") + text.count("During handling") == len(found) - 1
+    return found
+
+
 def test_interrupts(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     start = host.Call.start
 
@@ -490,9 +522,10 @@ def made(name: str, *args: Any, **kwargs: Any) -> BaseException:
 
 def test_causes() -> None:
     error = made("translate", FileNotFoundError)
-    assert error.__cause__ is not None
+    assert error.__cause__ is None
+    assert isinstance(error.__context__, FileNotFoundError)
     assert names(error) == ["made"]
-    assert names(error.__cause__) == []
+    assert names(error.__context__) == []
     error = made("translate", KeyError)
     assert error.__cause__ is not None
     assert names(error) == ["made"]
@@ -500,7 +533,7 @@ def test_causes() -> None:
 
 
 def test_contexts() -> None:
-    error = made("translate_handled", FileNotFoundError, NotADirectoryError).__cause__
+    error = made("translate_handled", FileNotFoundError, NotADirectoryError).__context__
     assert isinstance(error, NotADirectoryError)
     assert isinstance(error.__context__, FileNotFoundError)
     assert names(error) == names(error.__context__) == []

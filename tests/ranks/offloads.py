@@ -319,12 +319,12 @@ def errors_of_rank_1(me: Rank, path: str, names: Sequence[str]) -> list[dict[str
 
 
 def _chain(error: BaseException | None) -> list[Any]:
-    """An error and its causes: classes, texts, fields, notes."""
+    """An error and its causes, also those not shown: classes, texts, fields, notes."""
     if error is None:
         return []
     fields = repr(error.fields) if isinstance(error, ActorSnapError) else ""
     link = [type(error).__name__, str(error), fields, notes_of(error)]
-    return [link, *_chain(error.__cause__)]
+    return [link, *_chain(error.__cause__ or error.__context__)]
 
 
 def direct_errors(num_ranks: int, **arguments: Any) -> list[Any]:
