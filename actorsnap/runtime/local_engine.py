@@ -140,9 +140,11 @@ class LocalEngine:
 
     def _note_error(self, error: BaseException) -> None:
         if isinstance(error, Exception):
-            # A caller that still waits gets the error. Later, it may never ask.
+            # A caller that still waits gets the error. It may never ask later: then rank 0 logs it
+            # and so does the rank that failed. The other ranks would repeat the same text.
             is_expected = not (self.copies and self.save.eager_staged.done()) or (
-                isinstance(error, SnapshotAborted) and error.stage == Stage.CANCEL
+                isinstance(error, SnapshotAborted)
+                and (error.stage == Stage.CANCEL or self.save.rank not in (0, error.rank))
             )
             level = logging.DEBUG if is_expected else logging.ERROR
             self._log(level, "%s: %s", self.save.label, error, **_where(error))

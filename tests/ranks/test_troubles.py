@@ -49,6 +49,11 @@ def test_the_store_goes_away(director: Director, tmp_path: Path) -> None:
     check_whole(tmp_path / "s", 3)
 
 
+def test_a_failure_in_the_background_is_logged_once(director: Director, tmp_path: Path) -> None:
+    lines = director.play("direct_fails_in_the_background", num_ranks=3, path=str(tmp_path / "s"))
+    assert [len(each) for each in lines] == [1, 0, 0]
+
+
 def _wrong(director: Director, path: Path, what: str, error: str, *words: str) -> list[Any]:
     """All ranks end the same way, and then save to the same path."""
     said = director.play("direct_wrong", num_ranks=3, what=what, path=str(path))

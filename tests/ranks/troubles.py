@@ -212,6 +212,24 @@ def wrong(me: Rank, path: str, what: str) -> dict[str, Any]:
     return {"first": first, "again": again, "found": found}
 
 
+def fails_in_the_background(me: Rank, path: str) -> list[str]:
+    """What a rank logs of a save that fails after its state is staged."""
+    me.join_gloo()
+    lines = warnings()
+    pending = Snapshot.async_take(f"apart://{path}", state(me.rank), options=OPTIONS)
+    said = outcome(pending.wait)
+    assert said["error"] == "SnapshotAborted"
+    return [line for line in lines if said["text"] in line]
+
+
+def direct_fails_in_the_background(num_ranks: int, **arguments: Any) -> list[Any]:
+    world = World(num_ranks, fails_in_the_background, **arguments)
+    try:
+        return world.results()
+    finally:
+        world.end()
+
+
 def direct_wrong(num_ranks: int, **arguments: Any) -> list[Any]:
     world = World(num_ranks, wrong, **arguments)
     try:
