@@ -25,6 +25,8 @@ from typer.testing import CliRunner
 from actorsnap import RNGState, StateDict
 from actorsnap.cli import app
 from actorsnap.interop.exports import export_dcp
+from actorsnap.manager import every
+from actorsnap.manager.sync import CheckpointManager
 from actorsnap.sync import Snapshot
 from tests.pages import ROOT, blocks
 
@@ -178,6 +180,38 @@ def test_from_a_dcp_folder_and_back(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     loaded = state_of(back, 0)
     state_dict_loader.load(loaded, checkpoint_id="old-names", no_dist=True)
     assert str(loaded) == str(saved)
+
+
+def test_a_run_continues_from_an_old_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (block,) = [
+        each for each in blocks(text_of("migrate/index.md"), "python") if "num_steps" in each
+    ]
+    old = torch.nn.Linear(2, 3)
+    state = {"model": old.state_dict(), "optimizer": torch.optim.AdamW(old.parameters())}
+    state["optimizer"] = state["optimizer"].state_dict()
+    Path("old").mkdir()
+    torch.save(state | {"step": 40}, "old/ckpt.pt")
+    steps = []
+    for num_steps in (250, 260):
+        model = torch.nn.Linear(2, 3)
+        names = {
+            "CheckpointManager": CheckpointManager,
+            "RNGState": RNGState,
+            "Snapshot": Snapshot,
+            "StateDict": StateDict,
+            "every": every,
+            "model": model,
+            "num_steps": num_steps,
+            "optimizer": torch.optim.AdamW(model.parameters()),
+            "train_step": lambda: steps.append(1),
+        }
+        exec(compile(block, "index.md", "exec"), names)
+        assert torch.equal(model.weight, old.weight)
+        assert names["progress"]["step"] == num_steps - 1
+    assert len(steps) == (250 - 41) + (260 - 201)  # after the old step, and the newest of the run
 
 
 def test_the_page_of_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
