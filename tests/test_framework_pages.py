@@ -190,14 +190,13 @@ def test_a_run_continues_from_an_old_checkpoint(
         each for each in blocks(text_of("migrate/index.md"), "python") if "num_steps" in each
     ]
     old = torch.nn.Linear(2, 3)
-    state = {"model": old.state_dict(), "optimizer": torch.optim.AdamW(old.parameters())}
-    state["optimizer"] = state["optimizer"].state_dict()
+    optimizer = torch.optim.AdamW(old.parameters()).state_dict()
     Path("old").mkdir()
-    torch.save(state | {"step": 40}, "old/ckpt.pt")
-    steps = []
+    torch.save({"model": old.state_dict(), "optimizer": optimizer, "step": 40}, "old/ckpt.pt")
+    steps: list[int] = []
     for num_steps in (250, 260):
         model = torch.nn.Linear(2, 3)
-        names = {
+        names: dict[str, Any] = {
             "CheckpointManager": CheckpointManager,
             "RNGState": RNGState,
             "Snapshot": Snapshot,
