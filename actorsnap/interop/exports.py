@@ -305,6 +305,7 @@ def _run(
             shorten(error)
             raise  # without this frame
 
+    awaited.__qualname__ = name  # in Python's warning if it is never awaited
     return awaited()
 
 

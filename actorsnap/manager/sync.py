@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Generator, Mapping
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Literal, NoReturn, Self
 
 from actorsnap import manager
+from actorsnap.errors import UsageError
 from actorsnap.format.steps import StepName
 from actorsnap.manager import (
     Decision,
@@ -46,6 +47,14 @@ __all__ = [
 @blocking_facade(manager.CheckpointManager)
 class CheckpointManager(ManagerHandle):
     """``actorsnap.manager.CheckpointManager`` for scripts."""
+
+    def __aenter__(self) -> NoReturn:
+        raise UsageError(
+            "write with CheckpointManager(...), or use the CheckpointManager of actorsnap.manager"
+        )
+
+    async def __aexit__(self, *error: object) -> None:
+        """Python looks for it before ``__aenter__`` is called."""
 
     def __enter__(self) -> Self:
         refuse_running_loop("CheckpointManager.__enter__")

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -136,6 +137,14 @@ def test_the_other_with(tmp_path: Path) -> None:
     other: Any = asynchronous.CheckpointManager(tmp_path / "run", {}, save=NEVER)
     with pytest.raises(UsageError, match="async with"), other:
         pass
+
+    async def use() -> None:
+        blocking: Any = make(tmp_path / "run")
+        with pytest.raises(UsageError, match="write with CheckpointManager"):
+            async with blocking:
+                pass
+
+    asyncio.run(use())
 
 
 def test_steps_of_other_integer_types(tmp_path: Path) -> None:
