@@ -22,7 +22,7 @@ from actorsnap.manager.sync import CheckpointManager
 ABSENT = {
     "s3://bucket/x": "pip install 'actorsnap[s3]'",
     "gs://bucket/x": "pip install 'actorsnap[gcs]'",
-    "abcd://x": "pip install 'actorsnap[fsspec]'",
+    "abcd://x": "fsspec, which is installed, does not know it either",  # torch requires fsspec
 }
 
 
