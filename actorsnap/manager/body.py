@@ -69,6 +69,7 @@ from actorsnap.runtime.rounds import Topic, announce
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.source import OpenSource
 from actorsnap.runtime.team import Team, find_team, label_of
+from actorsnap.state.process_group import is_initialized
 
 logger = Log(__name__)
 
@@ -108,6 +109,7 @@ class ManagerBody:
         self._pid = os.getpid()
         self._saving = threading.Lock()
         self._last_team: Team | None = None
+        self._has_group = False
         _unclosed.add(self)
         self.events = EventBoard()
         self._topic = Topic()
@@ -534,6 +536,11 @@ class ManagerBody:
             if name is None:
                 if found["is_empty"]:
                     yield from self._announce(label, _nothing, (yield from self._see_others()))
+                    if self._settings.save == SaveAnyOf(()) and self._is_keeper:
+                        self.root.warn_once(
+                            f"{self.root.url} has no committed step, so nothing was restored: "
+                            "check the path"
+                        )
                 self._found_none = True
                 return None
             skipped = tuple((url, why) for url, why in found["skipped"])
@@ -547,7 +554,8 @@ class ManagerBody:
                     _note_arguments(error, place.url_of(name), call)
                 if is_damage(error):
                     place.damaged[name] = describe(first_error(error))
-                if found["is_last"]:
+                # All ranks have the same error, and no other snapshot fits better.
+                if found["is_last"] or isinstance(error, IncompatibleState):
                     raise
                 # Rank 0 decides whether another copy or an older step may help.
                 failure = error
@@ -718,6 +726,14 @@ class ManagerBody:
         return self._keeper
 
     def _team(self) -> Team | None:
+        had_group = self._has_group and self._last_team is not None
+        self._has_group = self._settings.store is None and is_initialized()
+        if had_group and not (self._has_group or self._is_closed):
+            logger.warning(
+                "%s: destroy_process_group() was called before the manager was closed: call it "
+                "after the with block, or saves fail",
+                self._label,
+            )
         self._last_team = find_team(self._settings.group, self._settings.store)
         return self._last_team
 

@@ -7,6 +7,7 @@ None of it takes a generation, so none of it stops a manager.
 from __future__ import annotations
 
 import math
+import reprlib
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -335,7 +336,7 @@ def stored_metrics(metrics: object) -> dict[str, float | str]:
         UsageError: A value is not a number.
     """
     if not isinstance(metrics, Mapping):
-        raise UsageError(f"metrics must be numbers by name, not {metrics!r}")
+        raise UsageError(f"metrics must be numbers by name, not {outlined(metrics)}")
     return {str(key): _stored_metric(key, metrics[key]) for key in metrics}
 
 
@@ -344,5 +345,14 @@ def _stored_metric(name: object, value: Any) -> float | str:
     try:
         number = metric_value(value)
     except (TypeError, ValueError, UsageError):
-        raise UsageError(f"metric {name!r} must be a number, not {value!r}") from None
+        raise UsageError(f"metric {name!r} must be a number, not {outlined(value)}") from None
     return number if math.isfinite(number) else repr(number)
+
+
+def outlined(value: object) -> str:
+    """Returns the text of a value for a message; of tensors and arrays, what they are."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return reprlib.repr(value)
+    kind = type(value).__name__
+    return f"a {kind} of shape {tuple(shape)} and dtype {dtype}"

@@ -10,7 +10,7 @@ from actorsnap.errors import ActorSnapError, UsageError, describe
 from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import StepName
 from actorsnap.log import Log
-from actorsnap.manager.looking import stored_metrics
+from actorsnap.manager.looking import outlined, stored_metrics
 from actorsnap.manager.results import Metrics
 from actorsnap.planning.cadence import Improvements, SavePolicy, watched_metrics
 from actorsnap.planning.keeping import KeepPolicy, kept_metrics
@@ -86,7 +86,7 @@ def stored_metadata(
     """
     found = metrics() if callable(metrics) else metrics
     if not isinstance(found, Mapping | None):
-        raise UsageError(f"metrics must be numbers by name, not {found!r}")
+        raise UsageError(f"metrics must be numbers by name, not {outlined(found)}")
     merged = {**(common or {}), **check_metadata(metadata)}
     if METADATA_KEY in merged:
         raise UsageError(f"metadata[{METADATA_KEY!r}] is the manager's own")

@@ -11,7 +11,7 @@ import anyio
 import msgspec
 
 from actorsnap.actors.rounds import CoordinatorActor, Decisions, ParticipantActor
-from actorsnap.errors import ActorSnapError, UsageError, describe, is_same
+from actorsnap.errors import ActorSnapError, NotASnapshot, UsageError, describe, is_same
 from actorsnap.log import Log
 from actorsnap.options import Options
 from actorsnap.protocol.failure import Failure, Stage, restore_aborted, save_aborted
@@ -269,7 +269,9 @@ class Together:
             if is_same(named, verdict):
                 raise verdict.with_traceback(error.__traceback__) from error.__cause__
         is_own = is_same(error, verdict)
-        if verdict is None or (is_own and not was_over):
+        # Each rank looks for the snapshot itself: the first to miss it is as good as any.
+        has_looked = isinstance(error, NotASnapshot)
+        if verdict is None or (is_own and (has_looked or not was_over)):
             return
         # Another rank's error arrives as a copy, without its note.
         raise verdict from verdict.__cause__ if is_own else error

@@ -209,11 +209,14 @@ class Mailbox:
         self._outbox.put(None)
 
     def join(self, timeout_s: float) -> None:
-        """Waits for the threads; abandons those that still wait for the store."""
+        """Waits for the threads; abandons those that still wait for the store.
+
+        Logs a warning of these, unless ``timeout_s`` is 0.
+        """
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        if any(thread.is_alive() for thread in self._threads):
+        if timeout_s and any(thread.is_alive() for thread in self._threads):
             logger.warning(
                 "rank %d: the job's store did not answer within %g s, so the connection to it is "
                 "not closed: the store's host, rank 0 or torchrun, is stopped or has ended",

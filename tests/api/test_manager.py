@@ -713,6 +713,21 @@ def test_a_manager_that_looks_at_a_wrong_root(
     assert caplog.messages == [f"{root} has no committed step: check the path"]
 
 
+def test_a_manager_without_saves_that_restores_from_a_wrong_root(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state = {"model": torch.nn.Linear(2, 2)}
+    with CheckpointManager(root, save=every.steps(10)) as manager:
+        assert manager.restore_latest(state) is None
+    assert not caplog.messages
+    with CheckpointManager(root) as manager:
+        assert manager.restore_latest(state) is None
+        assert manager.restore_latest(state) is None
+    assert caplog.messages == [
+        f"{root} has no committed step, so nothing was restored: check the path"
+    ]
+
+
 def test_a_failed_save_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """If the program ends with an error while two saves fail."""
 
@@ -871,6 +886,11 @@ def test_what_are_no_metrics(root: Path) -> None:
     run = Run(root)
     with pytest.raises(UsageError, match="numbers by name"):
         run.train(0, metrics=[1.0])
+    with pytest.raises(UsageError) as caught:
+        run.train(0, metrics={"loss": torch.zeros(3, 100)})
+    assert str(caught.value) == (
+        "metric 'loss' must be a number, not a Tensor of shape (3, 100) and dtype torch.float32"
+    )
     run.close()
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import time
 from collections.abc import Awaitable, Callable
@@ -19,7 +20,16 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-from actorsnap import Options, SnapshotAborted, StateDict, StorageError
+from actorsnap import (
+    ActorSnapError,
+    IncompatibleState,
+    NotASnapshot,
+    Options,
+    SnapshotAborted,
+    StateDict,
+    StorageError,
+)
+from actorsnap.errors import notes_of
 from actorsnap.interop import xla
 from actorsnap.manager import every, keep
 from actorsnap.manager.sync import CheckpointManager
@@ -523,12 +533,46 @@ def drifts(me: Rank, path: str) -> Any:
     return said
 
 
+def does_not_fit(me: Rank, path: str) -> dict[str, Any]:
+    """Notes of errors that all ranks have alike."""
+    with CheckpointManager(path, {"model": nn.Linear(2, 2)}, options=OPTIONS) as manager:
+        manager.save(0)
+    dist.barrier()
+    other = {"model": nn.Linear(2, 3)}
+    said: dict[str, Any] = {}
+    with CheckpointManager(path, other, options=OPTIONS) as manager:
+        try:
+            manager.restore_latest()
+        except IncompatibleState as error:
+            said["unfit"] = notes_of(error)
+    dist.barrier()
+    time.sleep(0.3 * me.rank)  # rank 0 is the first to look
+    try:
+        Snapshot(f"{path}/nowhere", options=OPTIONS).restore(other)
+    except NotASnapshot as error:
+        said["absent"] = notes_of(error)
+    return said
+
+
+def ends_the_group(me: Rank, path: str) -> list[str]:
+    """The process group ends before the manager."""
+    state = {"train": StateDict(step=0)}
+    texts = warnings()
+    settings: dict[str, Any] = {"save": every.last(), "replicated": ["**"], "options": OPTIONS}
+    with suppress(ActorSnapError), CheckpointManager(path, state, **settings) as manager:
+        manager.save(0)
+        manager.maybe_save(1)
+        dist.destroy_process_group()
+        gc.collect()
+    return texts
+
+
 _SCENARIOS: dict[str, Callable[..., Any]] = {
     scenario.__name__: scenario
     for scenario in (
         *(falls_back, finds_none, not_shared, is_taken, differs, objects, has_trouble, ends_early),
         *(fails_apart, is_idle, like_xla, saves, shows_progress, has_tier, drifts),
-        *(has_another_policy, call_by_other_names, vanishes),
+        *(has_another_policy, call_by_other_names, vanishes, does_not_fit, ends_the_group),
     )
 }
 
@@ -536,7 +580,8 @@ _SCENARIOS: dict[str, Callable[..., Any]] = {
 def play(me: Rank, what: str, path: str, **arguments: Any) -> Any:
     me.join_gloo()
     said = _SCENARIOS[what](me, path, **arguments)
-    dist.barrier()
+    if dist.is_initialized():
+        dist.barrier()
     return said
 
 

@@ -358,3 +358,23 @@ def test_a_layer_that_drifted_apart_is_no_damage(director: Director, tmp_path: P
     assert found.verify("full").ok
     with pytest.raises(IncompatibleState, match="several values for a part"):
         found.read_object("model/norm.weight")
+
+
+@each_size
+def test_what_all_ranks_find_names_no_rank_as_the_first(
+    director: Director, tmp_path: Path, num_ranks: int
+) -> None:
+    said = play(director, tmp_path, "does_not_fit", num_ranks)
+    for one in said:
+        notes = [*one["unfit"], *one["absent"]]
+        assert not [note for note in notes if "the first to fail" in note]
+
+
+def test_a_process_group_that_ends_before_the_manager(director: Director, tmp_path: Path) -> None:
+    for rank, texts in enumerate(play(director, tmp_path, "ends_the_group", 2)):
+        assert not [text for text in texts if "did not answer" in text]
+        (text,) = [text for text in texts if "destroy_process_group" in text]
+        assert text == (
+            f"{tmp_path / 'run'} rank {rank}: destroy_process_group() was called before the "
+            "manager was closed: call it after the with block, or saves fail"
+        )
