@@ -5,7 +5,8 @@ aiobotocore resolves the endpoint, refreshes credentials, builds and parses cont
 go over a ``Wire``: one form of deadlines, cancellation, proxies and TLS, and no thread starts at
 exit. Bulk requests are signed here: aiobotocore takes no memoryviews.
 
-Storages of an event loop with equal options share a client. A call is one request.
+Storages of an event loop with equal options share a client, unless ``AWS_*`` variables have changed
+between them. A call is one request.
 """
 
 from __future__ import annotations
@@ -161,7 +162,11 @@ _clients: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[bytes, S3Cli
 def shared_client(options: S3Options, run_io: RunBlocking) -> S3Client:
     """Returns the event loop's client. Release it once per call."""
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
-    client = clients.setdefault(msgspec.msgpack.encode(options), S3Client(options, run_io=run_io))
+    key = msgspec.msgpack.encode(options)
+    environment = {name: os.environ.get(name) for name in os.environ if name.startswith("AWS_")}
+    client = clients.get(key)
+    if client is None or client.environment != environment:
+        client = clients[key] = S3Client(options, environment, run_io=run_io)
     client.num_users += 1
     return client
 
@@ -172,6 +177,7 @@ class S3Client:
     Abilities of the server are None until tried.
 
     Attributes:
+        environment: ``AWS_*`` variables that it began with.
         num_users: Storages that use it; the last release closes its connections.
         checks_crc32c: Of bodies. If not, payloads are signed.
         checks_sha256: Of signed payloads.
@@ -181,8 +187,11 @@ class S3Client:
         beginning: Held by the first upload, until the checks are known.
     """
 
-    def __init__(self, options: S3Options, *, run_io: RunBlocking) -> None:
+    def __init__(
+        self, options: S3Options, environment: Mapping[str, str | None], *, run_io: RunBlocking
+    ) -> None:
         self.options = options
+        self.environment = environment
         self.num_users = 0
         self.checks_crc32c: bool | None = None
         self.checks_sha256: bool | None = None
@@ -298,6 +307,7 @@ class S3Client:
             if self._client is None:
                 self._session, self._client = await self._run_io(_open_client, self.options)
                 self._client.meta.events.register("before-send.s3", self._send_control)
+                self._buckets.clear()
             if self._wire is None:
                 assert self._session is not None
                 endpoint_url = self._client.meta.endpoint_url
@@ -558,19 +568,21 @@ def translate_error(
     if isinstance(error, ClientError):
         kind, detail, fields = _error_from_response(error, client, op)
     else:
-        kind, detail, fields = _error_without_response(error)
+        kind, detail, fields = _error_without_response(error, client)
     return kind(op=op, key=key, backend=url, detail=f"bucket {bucket!r}: {detail}", **fields)
 
 
 def is_wrong_key(error: Exception) -> bool:
-    """Returns whether the server does not accept the credentials. It says nothing else."""
+    """Returns whether there are no credentials, or wrong ones. The error says nothing else."""
+    if isinstance(error, NoCredentialsError):
+        return True
     return isinstance(error, ClientError) and error.response["Error"].get("Code") in _WRONG_KEYS
 
 
 _Meaning: TypeAlias = tuple[type[StorageError], str, dict[str, Any]]
 
 
-def _error_without_response(error: Exception) -> _Meaning:
+def _error_without_response(error: Exception, client: S3Client) -> _Meaning:
     if isinstance(error, WireError):
         advice = remedy(error.is_timeout, "the server, endpoint_url, proxies and ca_bundle")
         return StorageError, f"{error.detail}; {advice}", {"retryable": error.is_retryable}
@@ -581,6 +593,7 @@ def _error_without_response(error: Exception) -> _Meaning:
             {},
         )
     assert isinstance(error, BotoCoreError)
+    client.renew()
     # Without its message: some quote a credential helper's output.
     return (
         AccessDenied,
@@ -624,6 +637,7 @@ def _error_from_response(error: ClientError, client: S3Client, op: str) -> _Mean
     if code in _FULL or status == 507:
         return StorageFull, f"{answer}: no room or no quota is left", {}
     if code in _WRONG_KEYS:
+        client.renew()
         detail = f"{answer}: the access key or its secret is wrong for this endpoint"
         return AccessDenied, detail, {}
     if status in (401, 403):

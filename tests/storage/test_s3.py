@@ -12,6 +12,7 @@ import ssl
 import urllib.request
 from collections.abc import Callable
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
@@ -23,12 +24,13 @@ from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
-from actorsnap import sync
+from actorsnap import Snapshot, sync
 from actorsnap.errors import (
     AccessDenied,
     ActorSnapError,
     ChecksumMismatch,
     ObjectExists,
+    SnapshotAborted,
     StorageError,
     StorageFull,
     Throttled,
@@ -856,12 +858,60 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
 async def test_no_credentials() -> None:
     storage = bare("s3://bucket", {"endpoint_url": "http://127.0.0.1:1"})
     for call in (storage.put("key", []), storage.list_folders()):
-        with pytest.raises(AccessDenied, match="AWS_ACCESS_KEY_ID"):
+        with pytest.raises(AccessDenied, match="AWS_ACCESS_KEY_ID") as raised:
             await call
+        assert raised.value.__cause__ is None  # it says nothing else
     await storage.aclose()
     storage = bare("s3://bucket", {"endpoint_url": "http://127.0.0.1:1", "profile": "nobody"})
     with pytest.raises(StorageError, match="nobody"):
         await storage.put("key", [])
+    await storage.aclose()
+
+
+@pytest.mark.usefixtures("no_credentials")
+@pytest.mark.parametrize("place", ["environment", "file"])
+@bounded(90)
+async def test_credentials_that_come_later(
+    moto: MotoServer, bucket: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
+) -> None:
+    env = moto.env()
+    keys = {name: env.pop(name) for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY")}
+    if place == "file":  # else the endpoint comes later, too
+        for name, value in env.items():
+            monkeypatch.setenv(name, value)
+    url = moto.url(bucket, "s")
+    snapshot = Snapshot(url)
+    with pytest.raises(AccessDenied, match="no credentials"):
+        await snapshot.exists()
+    with pytest.raises(SnapshotAborted, match="no credentials"):
+        await Snapshot.take(url, {"model": torch.nn.Linear(2, 2)})
+    if place == "file":
+        lines = [f"{name.lower()} = {value}" for name, value in keys.items()]
+        (tmp_path / "credentials").write_text("\n".join(["[default]", *lines]))
+    else:
+        for name, value in (env | keys).items():
+            monkeypatch.setenv(name, value)
+    assert not await snapshot.exists()
+    # The process that stores it began with the old environment.
+    await (await Snapshot.async_take(url, {"model": torch.nn.Linear(2, 2)}))
+    assert await snapshot.exists()
+
+
+@pytest.mark.usefixtures("no_credentials")
+@bounded(30)
+async def test_an_endpoint_that_is_corrected_later(
+    moto: MotoServer, bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = moto.env()
+    for name, value in {**env, "AWS_ENDPOINT_URL": "http://127.0.0.1:1"}.items():
+        monkeypatch.setenv(name, value)
+    storage = bare(f"s3://{bucket}", {})
+    with pytest.raises(StorageError):
+        await storage.put("key", [])
+    await storage.aclose()
+    monkeypatch.setenv("AWS_ENDPOINT_URL", env["AWS_ENDPOINT_URL"])
+    storage = bare(f"s3://{bucket}", {})
+    await storage.put("key", [])
     await storage.aclose()
 
 
