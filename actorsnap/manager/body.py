@@ -525,6 +525,7 @@ class ManagerBody:
     ) -> Script[Restored | None]:
         failure: Exception | None = None
         label = Label(kind, self._label_url)
+        is_latest = kind is CallKind.RESTORE_LATEST
         while True:
 
             def find(failure: Exception | None = failure) -> Script[Any]:
@@ -547,10 +548,12 @@ class ManagerBody:
             places = self.places.places
             place = places[max(found["place"], -len(places))]
             try:
-                report = yield from self._restore(place, name, state, strict, overwritten)
+                report = yield from self._restore(
+                    place, name, state, strict, overwritten, is_latest=is_latest
+                )
             except Exception as error:
                 if isinstance(error, IncompatibleState):
-                    call = "restore_latest" if kind is CallKind.RESTORE_LATEST else "restore"
+                    call = "restore_latest" if is_latest else "restore"
                     _note_arguments(error, place.url_of(name), call)
                 if is_damage(error):
                     place.damaged[name] = describe(first_error(error))
@@ -561,7 +564,7 @@ class ManagerBody:
                 failure = error
                 continue
             place.damaged.pop(name, None)
-            self._is_newest = kind is CallKind.RESTORE_LATEST
+            self._is_newest = is_latest
             return self._continue_from(place, name, report, skipped)
 
     def _see_others(self) -> Script[Exception | None]:
@@ -600,6 +603,8 @@ class ManagerBody:
         state: AppState,
         strict: bool,
         overwritten: Overwritten,
+        *,
+        is_latest: bool,
     ) -> Script[RestoreReport]:
         settings = self._settings
         call = restore.RestoreCall(
@@ -610,6 +615,8 @@ class ManagerBody:
             progress=settings.progress,
             # A tier may be lost on one rank's machine.
             is_found=place is self.places.places[-1],
+            # An earlier step may be restored in part, to look at it.
+            warns_of_keys=is_latest and self._is_keeper and settings.save != SaveAnyOf(()),
         )
         report = yield from restore.try_restore(place.snapshot(name), call, overwritten)
         if self.asking.improvements and self._is_keeper:

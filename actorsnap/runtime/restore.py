@@ -67,6 +67,8 @@ class RestoreCall:
 
     Attributes:
         is_found: Rank 0 has found the snapshot: a rank that does not find it sees another storage.
+        warns_of_keys: Log a warning of keys that only the snapshot has: a run that continues from
+            it loses them.
     """
 
     app_state: AppState
@@ -78,6 +80,7 @@ class RestoreCall:
     store: Any = None
     progress: bool = False
     is_found: bool = False
+    warns_of_keys: bool = False
 
     def __post_init__(self) -> None:
         check_flag("cast", self.cast)
@@ -346,6 +349,15 @@ def _restore(
             "%s: nothing was restored, because no leaf of the snapshot fits the app state. %s",
             label_of(source.location.log_url, rounds.team),
             _explain_nothing(report, compared.keys),
+        )
+    others = [key for key in compared.keys if key not in app_state]
+    if call.warns_of_keys and others:
+        logger.warning(
+            "%s: the snapshot also has %s, which the app state lacks: not restored, and later "
+            "saves will not have %s",
+            label_of(source.location.log_url, rounds.team),
+            joined([repr(key) for key in others]),
+            "it" if len(others) == 1 else "them",
         )
     yield from rounds.arrive()
     return report

@@ -713,6 +713,23 @@ def test_a_manager_that_looks_at_a_wrong_root(
     assert caplog.messages == [f"{root} has no committed step: check the path"]
 
 
+def test_a_run_that_continues_without_a_key(root: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model, scheduler = torch.nn.Linear(2, 2), StateDict(step=3)
+    with CheckpointManager(root, {"model": model, "lr/now": scheduler}) as manager:
+        manager.save(0)
+        assert manager.restore_latest()
+    with CheckpointManager(root) as manager:
+        assert manager.restore_latest({"model": model})  # saves nothing
+    with CheckpointManager(root, {"model": model}, save=every.steps(10)) as manager:
+        assert manager.restore(0)
+        assert not caplog.messages
+        assert manager.restore_latest()
+    assert caplog.messages == [
+        f"{root}/step-0000000000.g1: the snapshot also has 'lr/now', which the app state lacks: "
+        "not restored, and later saves will not have it"
+    ]
+
+
 def test_a_manager_without_saves_that_restores_from_a_wrong_root(
     root: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
