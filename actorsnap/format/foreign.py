@@ -188,8 +188,9 @@ def _unfinished(attempts: Mapping[str, int], url: str, complete: Collection[str]
 
     if not complete:
         return (
-            f"only unfinished attempts are there, no commit object: {listed(attempts)}. Restore "
-            "an older snapshot; the next take to this path, or `actorsnap rm --garbage`, cleans up"
+            f"only unfinished attempts are there, no commit object: {listed(attempts)}. If a save "
+            "to this path is in progress, wait for it. Otherwise, restore an older snapshot; the "
+            "next take to this path, or `actorsnap rm --garbage`, cleans up"
         )
     return (
         f"there is no commit object ({COMMIT_KEY}), but a complete attempt: "

@@ -508,14 +508,15 @@ class AsyncCall(Coroutine[Any, Any, T]):
     def _outcome(self) -> Generator[Any, Any, T]:
         try:
             return (yield from self._coroutine.__await__())
-        except asyncio.CancelledError as error:
-            if not error.args:  # anyio's cancellations are recognized by their argument
-                error.args = (f"{self.__qualname__}() was cancelled",)
-            shorten(error)
+        except (Exception, asyncio.CancelledError) as error:
+            self._shorten(error)
             raise  # without this frame
-        except Exception as error:
-            shorten(error)
-            raise  # without this frame
+
+    def _shorten(self, error: BaseException) -> None:
+        # anyio's cancellations are recognized by their argument
+        if isinstance(error, asyncio.CancelledError) and not error.args:
+            error.args = (f"{self.__qualname__}() was cancelled",)
+        shorten(error)
 
     def send(self, value: Any, /) -> Any:
         self._is_awaited = True
@@ -523,8 +524,8 @@ class AsyncCall(Coroutine[Any, Any, T]):
             return self._coroutine.send(value)
         except StopIteration:
             raise
-        except Exception as error:
-            shorten(error)
+        except (Exception, asyncio.CancelledError) as error:
+            self._shorten(error)
             raise  # without this frame
 
     def throw(
@@ -535,9 +536,15 @@ class AsyncCall(Coroutine[Any, Any, T]):
         /,
     ) -> Any:
         self._is_awaited = True
-        if val is None and tb is None and isinstance(typ, BaseException):
-            return self._coroutine.throw(typ)  # 3.12 deprecates the longer form
-        return self._coroutine.throw(typ, val, tb)  # type: ignore[arg-type]
+        try:
+            if val is None and tb is None and isinstance(typ, BaseException):
+                return self._coroutine.throw(typ)  # 3.12 deprecates the longer form
+            return self._coroutine.throw(typ, val, tb)  # type: ignore[arg-type]
+        except StopIteration:
+            raise
+        except (Exception, asyncio.CancelledError) as error:
+            self._shorten(error)
+            raise  # without this frame
 
     def close(self) -> None:
         self._is_awaited = True

@@ -680,7 +680,7 @@ def test_nothing_and_a_folder_of_snapshots(saved: Path) -> None:
 @pytest.mark.parametrize(
     ("at", "says"),
     [
-        (5, r"only unfinished attempts.*{} \(2 objects\).*actorsnap rm --garbage"),
+        (5, r"attempts.*{} \(2 objects\)\. If a save.* wait for it.*actorsnap rm --garbage"),
         (6, r"a complete attempt: {} \(3 objects\).*actorsnap recover"),
     ],
 )

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import AsyncIterator, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -175,6 +176,20 @@ async def test_cancelling_a_take_while_its_storage_is_opened(
     done, _ = await asyncio.wait([task], timeout=5.0)
     assert done
     assert task.cancelled()
+
+
+async def test_the_traceback_of_a_cancelled_take_has_no_frames_of_ours(tmp_path: Path) -> None:
+    """Of a task, or of ``asyncio.wait_for``, which makes one."""
+    barrier = Barrier(1)
+    with held(barrier):
+        call = Snapshot.take(faulty_url(str(tmp_path / "s")), state(1), options=FAST)
+        task = asyncio.create_task(call)
+        assert await asyncio.to_thread(barrier.wait_reached)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError, match=r"take\(\) was cancelled") as raised:
+            await task
+    shown = traceback.extract_tb(raised.value.__traceback__)
+    assert {frame.filename for frame in shown} == {__file__}
 
 
 @pytest.mark.parametrize("call", ["take", "events"])
