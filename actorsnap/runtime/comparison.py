@@ -240,7 +240,8 @@ class _Comparer:
             compared.mismatched += self._explain_private(key, private)
             if not private:
                 compared.missing.append(escape(key))
-                compared.hints.append(self._explain_absence(key))
+                if (hint := self._explain_absence(key)) not in compared.hints:
+                    compared.hints.append(hint)
             return
         if loads_dicts_only(stateful) and (what := _what_is_no_dict(key, self._entries[key])):
             compared.mismatched.append(
@@ -273,12 +274,16 @@ class _Comparer:
             or part.match.mismatched
         )
         if part.match.missing:
+            entries = self._entries[key]
             hint = (
-                _explain_prefix(escape(key), part)
+                _explain_model_state(key, stateful, entries)
+                or _explain_prefix(escape(key), part)
                 or self._explain_layers(key, part)
                 or self._explain_typo(key, part)
             )
-            compared.hints += filter(None, [hint, _explain_initial_lr(key, stateful, part)])
+            compared.hints += filter(
+                None, [hint, _explain_initial_lr(key, stateful, part, entries)]
+            )
         if differs and adapts(stateful):
             compared.adapting[key] = part
             # Fresh: a module that adapts may move a leaf.
@@ -384,6 +389,8 @@ class _Comparer:
             if new.startswith(f"{escape(key)}."):
                 right = f"{escape(key)}/{new[len(escape(key)) + 1 :]}"
                 return f"{text}; a slash follows a key: write { {old: right} } in rename="
+        if names := {} if pairs else self._names_of_model_states(key, others):
+            return f"{text}; if its parts are {' and '.join(map(repr, names))}, pass rename={names}"
         alike = self._with_names_of(key, others) or others
         near = (
             get_close_matches(key, alike, n=1)
@@ -400,9 +407,25 @@ class _Comparer:
                 f"rename={ {origin: escape(key)} } to Snapshot.restore"
             )
         found = [each for each in self.app_state if each in self._entries]
-        if not found:
+        absent = [each for each in self.app_state if each not in self._entries]
+        if len(absent) > 1:
+            text = f"the snapshot has no keys {', '.join(map(repr, absent))}"
+        if not found or (others and len(found) < len(absent)):
             return f"{text}; {has}"
-        return f"{text}; {has}. To leave it as it is, pass keys={found} to Snapshot.restore"
+        them = "them as they are" if len(absent) > 1 else "it as it is"
+        return f"{text}; {has}. To leave {them}, pass keys={found} to Snapshot.restore"
+
+    def _names_of_model_states(self, key: str, others: Sequence[str]) -> dict[str, str]:
+        """Returns a rename if either the snapshot or the app state has a ``ModelState``."""
+        stateful = self.app_state[key]
+        if isinstance(stateful, ModelState) and "model" in others:
+            parts = {"model": "model", "optimizer": "optim", "optim": "optim"}
+            return {old: f"{escape(key)}/{new}" for old, new in parts.items() if old in others}
+        if isinstance(stateful, torch.nn.Module):
+            for other in others:
+                if _is_of_model_state(other, self._entries[other]):
+                    return {f"{escape(other)}/model": escape(key)}
+        return {}
 
     def _explain_layers(self, key: str, part: KeyRestore) -> str:
         """Returns the whole rename of layers whose names differ; else an empty text.
@@ -556,8 +579,24 @@ def _layers(path: str) -> list[tuple[str, str]]:
     return [(path[:at], path[at + 1 :]) for at in dots]
 
 
-def _explain_initial_lr(key: str, stateful: Stateful, part: KeyRestore) -> str:
-    if not isinstance(stateful, ModelState):
+def _explain_model_state(key: str, stateful: Stateful, entries: Sequence[AnyEntry]) -> str:
+    if not isinstance(stateful, torch.nn.Module) or not _is_of_model_state(key, entries):
+        return ""
+    return f"a ModelState saved {key!r}: pass ModelState(model) instead of the model"
+
+
+def _is_of_model_state(key: str, entries: Sequence[AnyEntry]) -> bool:
+    """Whether the names below are those of a ``ModelState``; a module's have no slash."""
+    below = f"{escape(key)}/"
+    names = {e.path.removeprefix(below).split("/")[0] for e in entries if e.path != escape(key)}
+    return "model" in names and names <= {"model", "optim"}
+
+
+def _explain_initial_lr(
+    key: str, stateful: Stateful, part: KeyRestore, entries: Sequence[AnyEntry]
+) -> str:
+    """Empty, too, if the snapshot has others: then names differ."""
+    if not isinstance(stateful, ModelState) or any(is_initial_lr(e.path) for e in entries):
         return ""
     if not any(is_initial_lr(path) for path in part.match.missing):
         return ""

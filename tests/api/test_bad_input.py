@@ -1047,6 +1047,58 @@ def test_a_scheduler_that_is_new(tmp_path: Path) -> None:
     torch.optim.lr_scheduler.StepLR(app_state["train"].optimizers[0], 10)
 
 
+def test_a_scheduler_that_is_not_new(tmp_path: Path) -> None:
+    """The rename is the remedy; strict=False would leave the layer out."""
+    snapshot = sync.Snapshot.take(tmp_path / "s", trained("0 1 head", has_scheduler=True))
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore(trained("encoder 1 head", has_scheduler=True))
+    (hint,) = caught.value.hints
+    assert hint.startswith("if layers have other names")
+
+
+def test_a_model_for_a_model_state_and_the_other_way_round(tmp_path: Path) -> None:
+    snapshot = sync.Snapshot.take(tmp_path / "s", trained("0 1 head"))
+    model = trained("0 1 head")["train"].model
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"train": model})
+    assert list(caught.value.hints) == [
+        "a ModelState saved 'train': pass ModelState(model) instead of the model"
+    ]
+    assert snapshot.restore({"train": ModelState(model)}).is_complete
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"model": model})
+    assert list(caught.value.hints) == [
+        "the snapshot has no key 'model'; if its parts are 'train/model', pass "
+        "rename={'train/model': 'model'}"
+    ]
+    assert snapshot.restore({"model": model}, rename={"train/model": "model"}).is_complete
+    apart = sync.Snapshot.take(tmp_path / "t", {"model": model, "step": StateDict(n=1)})
+    with pytest.raises(IncompatibleState) as caught:
+        apart.restore({"train": ModelState(model)})
+    assert list(caught.value.hints) == [
+        "the snapshot has no key 'train'; if its parts are 'model', pass "
+        "rename={'model': 'train/model'}"
+    ]
+    assert apart.restore({"train": ModelState(model)}, rename={"model": "train/model"}).is_complete
+
+
+def test_several_keys_that_the_snapshot_lacks(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    mine = {"model": model, "progress": StateDict(n=0), "other": StateDict(n=0)}
+    snapshot = sync.Snapshot.take(tmp_path / "s", {"model": model})
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore(mine)
+    assert list(caught.value.hints) == [
+        "the snapshot has no keys 'progress', 'other'; it has 'model'. To leave them as they are, "
+        "pass keys=['model'] to Snapshot.restore"
+    ]
+    # With other keys in the snapshot, most of it would be left out.
+    snapshot = sync.Snapshot.take(tmp_path / "t", {"model": model, "xyz": StateDict(n=1)})
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"model": model, "one": StateDict(a=0), "two": StateDict(b=0)})
+    assert list(caught.value.hints) == ["the snapshot has no keys 'one', 'two'; it has 'xyz'"]
+
+
 def test_a_key_of_an_old_file(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     torch.save({"model_state_dict": model.state_dict(), "epoch": 3}, tmp_path / "old.pt")
