@@ -140,6 +140,8 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
     folder, _, name = url.rpartition("/")
     if name in COMMIT_KEYS and head.startswith(b'{"crc32c":'):
         return "part", f"this file is the commit object of the snapshot {folder}: open that"
+    if name == ".metadata" or name.endswith(".distcp"):
+        return "part", f"this file is a part of the DCP folder {folder}: open that"
     if head.startswith(b"PK\x03\x04") and b"/data.pkl" in head[:256]:
         return "foreign", "this is a file that torch.save wrote, not a snapshot"
     if is_legacy_file(head):

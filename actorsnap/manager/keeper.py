@@ -498,7 +498,8 @@ class Keeper:
         elif steps:
             logger.warning(
                 "%s: this run began without restore_latest(), so it abandons what was saved "
-                "before: %s. To continue that run, call restore_latest() first",
+                "before: %s. To continue that run, call restore_latest() first, with await in "
+                "async code",
                 *(self._root.url, _some_steps(steps)),
             )
 

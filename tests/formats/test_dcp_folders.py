@@ -455,3 +455,11 @@ def test_items_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert sum(reads) < 4 << 20 < size
     for name in ("w0", "w999", "v0", "v7"):
         assert torch.equal(snapshot.read_object(f"model/{name}"), state[name])
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+def test_a_part_of_a_folder_names_the_folder(tmp_path: Path, name: str) -> None:
+    state = {"model": {"weight": torch.ones(2)}}
+    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    with pytest.raises(NotASnapshot, match=f"a part of the DCP folder {tmp_path}/old: open that"):
+        Snapshot(tmp_path / "old" / name).keys()
