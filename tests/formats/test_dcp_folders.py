@@ -459,7 +459,6 @@ def test_items_are_read_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
 def test_a_part_of_a_folder_names_the_folder(tmp_path: Path, name: str) -> None:
-    state = {"model": {"weight": torch.ones(2)}}
-    torch.distributed.checkpoint.save(state, checkpoint_id=tmp_path / "old", no_dist=True)
+    save({"model": {"weight": torch.ones(2)}}, tmp_path / "old")
     with pytest.raises(NotASnapshot, match=f"a part of the DCP folder {tmp_path}/old: open that"):
         Snapshot(tmp_path / "old" / name).keys()
