@@ -345,7 +345,8 @@ def test_memory_of_a_call_is_measured(tmp_path: Path, offload: str) -> None:
     described = about(tmp_path / "restore.json")
     peak = max(args["resident bytes"] for args in measured)
     assert described["memory_peak_bytes"] == max(peak, described["memory_begin_bytes"])
-    assert peak - described["memory_begin_bytes"] > 60 * MIB  # of fresh tensors
+    # Half of the fresh tensors: the others may lie in pages that a test before has left.
+    assert peak - described["memory_begin_bytes"] > 32 * MIB
     assert found.data
     names = {event["name"] for event in events_of(tmp_path / "save.json") if event["ph"] == "C"}
     of_uploader = "resident bytes of the uploader process"
