@@ -318,6 +318,7 @@ class RetryStorage(Wrapper):
         self._uniform = uniform
         self._sleep = sleep
         self._clock = clock
+        self._warned: tuple[str, float] | None = None  # the last detail, and when
 
     async def around(
         self, op: str, key: str, call: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs
@@ -385,9 +386,13 @@ class RetryStorage(Wrapper):
             raise error
         # Two failures may take minutes, and the caller should learn the reason.
         is_due = failures.warned_s is None or now_s - failures.warned_s >= _REPEAT_S
+        if self._warned is not None and self._warned[0] == error.detail:
+            # Calls at the same time fail for the same reason.
+            is_due = is_due and now_s - self._warned[1] >= _REPEAT_S
         level = logging.WARNING if failures.count >= 2 and is_due else logging.INFO
         if level == logging.WARNING:
             failures.warned_s = now_s
+            self._warned = error.detail, now_s
         where = {"stage": error.op, "key": error.key}
         logger.log(level, "%s; trying again in %.1f s", error, delay_s, extra=where)
         if self._on_retry is not None:

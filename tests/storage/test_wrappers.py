@@ -307,6 +307,27 @@ async def test_the_warning_is_repeated_now_and_then(
     assert sum("trying again" in record.getMessage() for record in caplog.records) == 3
 
 
+@bounded(10)
+async def test_calls_that_fail_together_warn_once(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    faulty = FaultyStorage(MemoryStorage(name), fail_at=1, is_lasting=True, error=BUSY)
+    storage = retrying(faulty, Sleeps())
+    failed: list[str] = []
+
+    async def get(key: str) -> None:
+        with pytest.raises(Throttled):
+            await storage.get(key)
+        failed.append(key)
+
+    with caplog.at_level(logging.WARNING, "actorsnap"):
+        async with anyio.create_task_group() as tasks:
+            for key in ("a", "b", "c"):
+                tasks.start_soon(get, key)
+    assert len(failed) == 3
+    assert sum("trying again" in record.getMessage() for record in caplog.records) == 1
+
+
 def test_the_defaults_outlast_a_minute_however_the_jitter_falls() -> None:
     policy = RetryPolicy()
     elapsed_s, num_failures = 0.0, 1
