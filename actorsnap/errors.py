@@ -398,7 +398,7 @@ class IncompatibleState(ActorSnapError):
         return " ".join(advice)
 
 
-_DTYPES = re.compile("dtype b?float[0-9a-z_]+ in the snapshot, b?float")
+_DTYPES = re.compile("dtype b?float[0-9a-z_]+ in the snapshot, b?float[0-9a-z_]+ in the app state$")
 
 _MISFITS = {
     "app_state": "the app state does not fit the snapshot",

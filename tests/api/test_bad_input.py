@@ -1125,6 +1125,16 @@ def test_another_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
     assert ("cast=True" in str(caught.value)) is dtype.is_floating_point
 
 
+@pytest.mark.parametrize("cast", [False, True])
+def test_another_dtype_and_shape(tmp_path: Path, cast: bool) -> None:
+    """A cast would not help."""
+    sync.Snapshot.take(tmp_path, {"own": StateDict(w=torch.zeros(3))})
+    target = torch.zeros(4, dtype=torch.bfloat16)
+    with pytest.raises(IncompatibleState, match="dtype float32 in the snapshot") as caught:
+        sync.Snapshot(tmp_path).restore({"own": StateDict(w=target)}, cast=cast)
+    assert "cast=True" not in str(caught.value)
+
+
 def test_usable_after_all_that(tmp_path: Path) -> None:
     sync.Snapshot.take(tmp_path / "s", state(4), options=FAST)
     target = state(-1)
