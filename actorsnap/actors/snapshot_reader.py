@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import re
 from bisect import bisect_right
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -35,7 +34,7 @@ from actorsnap.format.manifest import (
     decode_commit,
 )
 from actorsnap.format.owners import Owners, decode_owners, owners_key
-from actorsnap.format.steps import MAX_STEP, StepName
+from actorsnap.format.steps import StepName, names_prefix, parse_short_name
 from actorsnap.format.tables import (
     PREFIX_BYTES,
     ManifestTable,
@@ -47,9 +46,6 @@ from actorsnap.log import Log
 from actorsnap.storage.base import ObjectInfo, RunBlocking, Storage, for_each
 
 logger = Log(__name__)
-
-_SHORT_STEP = re.compile(r"step[-_]?([0-9]{1,19})(?:\.g[0-9]+)?")
-"""What users may type for the folder of a manager's step."""
 
 T = TypeVar("T")
 
@@ -428,14 +424,14 @@ class SnapshotReader:
 
     async def _find_step(self) -> str | None:
         """Returns the folder of a manager's step that the URL abbreviates (``runs/1/step-350``)."""
-        match = _SHORT_STEP.fullmatch(self.storage.url.rstrip("/").rpartition("/")[2])
-        opened = None if match is None or self.open_folder is None else await self.open_folder()
-        if match is None or opened is None or int(match[1]) > MAX_STEP:
+        number = parse_short_name(self.storage.url.rstrip("/").rpartition("/")[2])
+        opened = None if number is None or self.open_folder is None else await self.open_folder()
+        if number is None or opened is None:
             return None
         folder, _ = opened
         found: list[StepName] = []
         with suppress(StorageError):
-            async for info in folder.list(str(StepName(int(match[1]), 1)).removesuffix("1")):
+            async for info in folder.list(names_prefix(number)):
                 name, _, rest = info.key.partition("/")
                 if rest in COMMIT_KEYS and (step := StepName.parse(name)):
                     found.append(step)

@@ -41,6 +41,7 @@ _RUNS, _DELETING, _JSON = f"{MANAGER_FOLDER}/runs/", f"{MANAGER_FOLDER}/deleting
 _MARKS = f"{MANAGER_FOLDER}/marks/"
 
 _STEP_NAME = re.compile(r"step-([0-9]{10,19})\.g([0-9]{1,19})")
+_SHORT_NAME = re.compile(r"step[-_]?([0-9]{1,19})(?:\.g[0-9]+)?")
 _RUN = re.compile(r"[0-9]{8,19}")
 _RUN_REST = re.compile(r"\.([0-9]{8,19})\.json\.[0-9a-f]+\.tmp")
 _MARK = re.compile(r"(pin|metrics)-([0-9]{8,19})-([0-9a-f]{16})")
@@ -68,7 +69,19 @@ class StepName:
         return parsed if is_bounded and str(parsed) == name else None
 
     def __str__(self) -> str:
-        return f"step-{self.step:010d}.g{self.generation}"
+        return f"{names_prefix(self.step)}{self.generation}"
+
+
+def parse_short_name(name: str) -> int | None:
+    """Returns the step of a name that a person may write for a folder, such as ``step-350``."""
+    match = _SHORT_NAME.fullmatch(name)
+    step = None if match is None else int(match[1])
+    return step if step is not None and step <= MAX_STEP else None
+
+
+def names_prefix(step: int) -> str:
+    """Returns what the names of all snapshots of ``step`` begin with."""
+    return f"step-{step:010d}.g"
 
 
 def run_key(generation: int) -> str:

@@ -25,8 +25,10 @@ from actorsnap.format.steps import (
     is_rest,
     marked,
     marks_prefix,
+    names_prefix,
     parse_intent_key,
     parse_run_key,
+    parse_short_name,
     run_key,
 )
 
@@ -87,6 +89,20 @@ def test_only_round_trips_parse(text: str) -> None:
 def test_other_names(text: str) -> None:
     assert StepName.parse(text) is None
     assert parse_intent_key(f".manager/deleting/{text}.json") is None
+
+
+@pytest.mark.parametrize("name", ["step-350", "step_350", "step350", "step-350.g7"])
+def test_short_names(name: str) -> None:
+    assert parse_short_name(name) == 350
+    assert str(StepName(350, 7)).startswith(names_prefix(350))
+    assert not str(StepName(3500, 7)).startswith(names_prefix(350))
+
+
+@pytest.mark.parametrize("name", ["350", "step", "step-350.g", "step-350/", "xstep-350", "step--1"])
+def test_no_short_names(name: str) -> None:
+    assert parse_short_name(name) is None
+    assert parse_short_name(f"step-{MAX_STEP}") == MAX_STEP
+    assert parse_short_name(f"step-{MAX_STEP + 1}") is None
 
 
 @pytest.mark.parametrize(
