@@ -48,12 +48,9 @@ _PATIENCE_S = 3.0
 
 
 def _warn(label: Label, rank: int, absent: Sequence[int], *, is_connected: bool = True) -> None:
-    waiting = awaiting(label, absent)
-    if not is_connected:
-        waiting = f"waiting for the job's store, which does not answer, to call {label}"
     logger.warning(
         "snapshot %s rank %d: %s",
-        *(label.url, rank, waiting),
+        *(label.url, rank, awaiting(label, absent, is_connected=is_connected)),
         extra={"snapshot": label.url, "rank": rank},
     )
 
@@ -186,7 +183,13 @@ class Caller:
         if after_s > self._timeout_s:
             if self._failure is None:
                 absent = self._absent if has_coordinator else [0]
-                self._failure = overdue(self._label, absent, self._timeout_s, self._limit)
+                self._failure = overdue(
+                    self._label,
+                    absent,
+                    self._timeout_s,
+                    self._limit,
+                    is_connected=self._is_connected(),
+                )
             left = b"" if has_coordinator else self._label.digest
             await self._end.send(Failed(self._rank, self._failure, left))
             self._withdrawn = self._failure
@@ -306,7 +309,9 @@ class Roll:
     async def _on_alarm(self) -> None:
         now = anyio.current_time()
         if now >= self._deadline_s:
-            self._roll_call.on_deadline(self._timeout_s, self._limit)
+            self._roll_call.on_deadline(
+                self._timeout_s, self._limit, is_connected=self._is_connected()
+            )
         elif now >= self._settled_s:
             self._roll_call.on_settled()
         else:

@@ -54,6 +54,11 @@ class Label(msgspec.Struct, frozen=True, array_like=True):
     method: str = ""
 
     @property
+    def is_by_policy(self) -> bool:
+        """Whether a ``save=`` policy decides if a rank makes the call."""
+        return self.method == "maybe_save"
+
+    @property
     def digest(self) -> bytes:
         """8 bytes, sent with heartbeats."""
         compared = msgspec.msgpack.encode((self.kind, self.url, self.step, self.nonce))

@@ -49,25 +49,38 @@ class RollState(StrEnum):
 _S = RollState
 
 
-def awaiting(label: Label, ranks: Sequence[int]) -> str:
-    policy = ", with the same save= policy" if label.method == "maybe_save" else ""
+def awaiting(label: Label, ranks: Sequence[int], *, is_connected: bool = True) -> str:
+    """Returns whom a call waits for.
+
+    Args:
+        is_connected: Whether ``ranks`` can be heard. If not, they may have called.
+    """
+    if not is_connected:
+        return f"waiting for the job's store, which does not answer, to call {label}"
+    policy = ", with the same save= policy" if label.is_by_policy else ""
     return f"waiting for {named_ranks(ranks)} to call {label}: every rank has to call it{policy}"
 
 
 def overdue(
-    label: Label, ranks: Sequence[int], timeout_s: float, limit: str = "timeout_s"
+    label: Label,
+    ranks: Sequence[int],
+    timeout_s: float,
+    limit: str = "timeout_s",
+    *,
+    is_connected: bool = True,
 ) -> Failure:
     """Returns the failure; empty ``ranks``: rank 0 has not answered.
 
     Args:
         limit: Name of the option that bounds the time.
+        is_connected: See ``awaiting``.
     """
     reason = f"{limit}={timeout_s:g} has passed"
     if not ranks:
         reason += f", and rank 0, the coordinator of {label}, has not answered"
         return aborted(label, reason, 0)
-    reason += f"; still {awaiting(label, ranks)}"
-    return aborted(label, reason, ranks[0] if len(ranks) == 1 else None)
+    reason += f"; still {awaiting(label, ranks, is_connected=is_connected)}"
+    return aborted(label, reason, ranks[0] if is_connected and len(ranks) == 1 else None)
 
 
 def aborted(label: Label, reason: str, rank: int | None) -> Failure:
@@ -168,8 +181,11 @@ class RollCall:
         assert self.state is _S.SETTLING
         self._end(self._failure)
 
-    def on_deadline(self, timeout_s: float, limit: str = "timeout_s") -> None:
-        self._end(self._failure or overdue(self.label, self._absent, timeout_s, limit))
+    def on_deadline(
+        self, timeout_s: float, limit: str = "timeout_s", *, is_connected: bool = True
+    ) -> None:
+        late = overdue(self.label, self._absent, timeout_s, limit, is_connected=is_connected)
+        self._end(self._failure or late)
 
     @property
     def _absent(self) -> list[int]:

@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
@@ -68,6 +70,40 @@ def test_a_rank_whose_number_has_ended_with_another_call(
     receiving.cancel()
     ending.cancel()
     call.close()
+
+
+class _MuteStore:
+    """A job's store that does not answer until ``go``."""
+
+    def __init__(self, store: Any) -> None:
+        self._store = store
+        self.go = threading.Event()
+
+    def clone(self) -> Any:
+        self.go.wait()
+        return self._store.clone()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_store_that_does_not_answer_is_no_absent_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    store = _MuteStore(serve_store())
+    monkeypatch.setenv("RANK", str(rank))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    options = Options(timeout_s=0.5)
+    try:
+        with pytest.raises(SnapshotAborted, match=MUTE) as caught:
+            Snapshot.take(tmp_path / "s", {"own": StateDict(x=1)}, store=store, options=options)
+    finally:
+        store.go.set()
+    assert caught.value.rank is None
+
+
+MUTE = r"timeout_s=0.5 has passed; still waiting for the job's store, which does not answer, to "
 
 
 class _SlowPath:
