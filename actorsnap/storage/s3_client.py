@@ -163,7 +163,7 @@ def shared_client(options: S3Options, run_io: RunBlocking) -> S3Client:
     """Returns the event loop's client. Release it once per call."""
     clients = _clients.setdefault(asyncio.get_running_loop(), {})
     key = msgspec.msgpack.encode(options)
-    environment = {name: os.environ.get(name) for name in os.environ if name.startswith("AWS_")}
+    environment = {name: text for name, text in os.environ.items() if name.startswith("AWS_")}
     client = clients.get(key)
     if client is None or client.environment != environment:
         client = clients[key] = S3Client(options, environment, run_io=run_io)
@@ -188,7 +188,7 @@ class S3Client:
     """
 
     def __init__(
-        self, options: S3Options, environment: Mapping[str, str | None], *, run_io: RunBlocking
+        self, options: S3Options, environment: Mapping[str, str], *, run_io: RunBlocking
     ) -> None:
         self.options = options
         self.environment = environment
