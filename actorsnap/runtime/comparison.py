@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from functools import cache
 from typing import Any
 
@@ -21,7 +20,7 @@ from actorsnap.format.manifest import (
     ViewEntry,
 )
 from actorsnap.options import Options
-from actorsnap.planning.index import AnyEntry, Elsewhere, Index, ShardedEntry, Wants
+from actorsnap.planning.index import AnyEntry, Index, ShardedEntry, Wants
 from actorsnap.planning.renaming import Rename
 from actorsnap.planning.shared_reads import ReadInterest
 from actorsnap.protocol.restore import Comparison
@@ -37,10 +36,10 @@ from actorsnap.runtime.optimizer_comparison import (
 )
 from actorsnap.state.distributed import Describer, Sharding, is_distributed
 from actorsnap.state.objects import Refused, decode_inline
-from actorsnap.state.optim import ModelState
 from actorsnap.state.records import Rebuild
 from actorsnap.state.restore.aliasing import find_conflicts
 from actorsnap.state.restore.build import KeyRestore, prepare
+from actorsnap.state.restore.hints import Hints
 from actorsnap.state.restore.match import Interest, entries_by_key
 from actorsnap.state.stateful import (
     Matching,
@@ -52,10 +51,7 @@ from actorsnap.state.stateful import (
     matching_of,
 )
 from actorsnap.state.tree import DICT_TYPES, escape, join
-from actorsnap.wording import did_you_mean, is_initial_lr, named_ranks
-
-_MAX_COMPARED = 2000
-"""Number of leaves that a suggestion is looked for in."""
+from actorsnap.wording import named_ranks
 
 
 @dataclass(slots=True)
@@ -230,6 +226,7 @@ class _Comparer:
             else state
             for key, state in states.items()
         }
+        self._hints = Hints(self._entries, app_state, self._states, self.rename)
 
     def compare(self, key: str) -> None:
         compared, stateful = self.compared, self.app_state[key]
@@ -240,7 +237,7 @@ class _Comparer:
             compared.mismatched += self._explain_private(key, private)
             if not private:
                 compared.missing.append(escape(key))
-                if (hint := self._explain_absence(key)) not in compared.hints:
+                if (hint := self._hints.of_absent(key)) not in compared.hints:
                     compared.hints.append(hint)
             return
         if loads_dicts_only(stateful) and (what := _what_is_no_dict(key, self._entries[key])):
@@ -274,16 +271,7 @@ class _Comparer:
             or part.match.mismatched
         )
         if part.match.missing:
-            entries = self._entries[key]
-            hint = (
-                _explain_model_state(key, stateful, entries)
-                or _explain_prefix(escape(key), part)
-                or self._explain_layers(key, part)
-                or self._explain_typo(key, part)
-            )
-            compared.hints += filter(
-                None, [hint, _explain_initial_lr(key, stateful, part, entries)]
-            )
+            compared.hints += self._hints.of_missing(key, part.match)
         if differs and adapts(stateful):
             compared.adapting[key] = part
             # Fresh: a module that adapts may move a leaf.
@@ -380,108 +368,6 @@ class _Comparer:
         )
         return True
 
-    def _explain_absence(self, key: str) -> str:
-        """Returns the keys that the snapshot has instead, and how to restore from one."""
-        others = sorted(self._entries.keys() - self._states.keys())
-        text = f"the snapshot has no key {key!r}"
-        pairs = self.rename.items() if isinstance(self.rename, Mapping) else ()
-        for old, new in pairs:
-            if new.startswith(f"{escape(key)}."):
-                right = f"{escape(key)}/{new[len(escape(key)) + 1 :]}"
-                return f"{text}; a slash follows a key: write { {old: right} } in rename="
-        if names := {} if pairs else self._names_of_model_states(key, others):
-            return f"{text}; if its parts are {' and '.join(map(repr, names))}, pass rename={names}"
-        alike = self._with_names_of(key, others) or others
-        near = (
-            get_close_matches(key, alike, n=1)
-            or [other for other in alike if key in other or (len(other) > 2 and other in key)]
-            or (alike if alike is not others else [])
-        )[:1]
-        shown = near + [each for each in others or sorted(self._entries) if each not in near]
-        has = f"it has {', '.join(map(repr, shown[:5])) or 'none'}{', ...' if shown[5:] else ''}"
-        if near:
-            hint = did_you_mean(key, near) or f"{has}."
-            origin = next((old for old, new in pairs if new == escape(near[0])), escape(near[0]))
-            return (
-                f"{text}; {hint} To restore from another key, pass "
-                f"rename={ {origin: escape(key)} } to Snapshot.restore"
-            )
-        found = [each for each in self.app_state if each in self._entries]
-        absent = [each for each in self.app_state if each not in self._entries]
-        if len(absent) > 1:
-            text = f"the snapshot has no keys {', '.join(map(repr, absent))}"
-        if not found or (others and len(found) < len(absent)):
-            return f"{text}; {has}"
-        them = "them as they are" if len(absent) > 1 else "it as it is"
-        return f"{text}; {has}. To leave {them}, pass keys={found} to Snapshot.restore"
-
-    def _names_of_model_states(self, key: str, others: Sequence[str]) -> dict[str, str]:
-        """Returns a rename if either the snapshot or the app state has a ``ModelState``."""
-        stateful = self.app_state[key]
-        if isinstance(stateful, ModelState) and "model" in others:
-            parts = {"model": "model", "optimizer": "optim", "optim": "optim"}
-            return {old: f"{escape(key)}/{new}" for old, new in parts.items() if old in others}
-        if isinstance(stateful, torch.nn.Module):
-            for other in others:
-                if _is_of_model_state(other, self._entries[other]):
-                    return {f"{escape(other)}/model": escape(key)}
-        return {}
-
-    def _explain_layers(self, key: str, part: KeyRestore) -> str:
-        """Returns the whole rename of layers whose names differ; else an empty text.
-
-        A ``ModelState`` has the names of layers in its optimizer state, too.
-        """
-        missing = [path for path in part.match.missing if part.match.rules.is_strict(path)]
-        if isinstance(self.rename, Mapping):
-            pairs = dict(self.rename)
-        elif self.rename is None:
-            listed = {*part.match.unexpected, *part.match.unplaced}
-            pairs = _renamed_layers(self._entries[key], part.match.targets, missing, listed)
-        else:
-            return ""
-        for old, new in [*pairs.items()] if isinstance(self.app_state[key], ModelState) else []:
-            for section in ("state", "param_groups"):
-                renamed = new.replace("/model/", f"/optim/{section}.", 1)
-                below = f"{renamed.rstrip('.')}."
-                if renamed != new and any(path.startswith(below) for path in part.match.missing):
-                    pairs.setdefault(old.replace("/model/", f"/optim/{section}.", 1), renamed)
-        if pairs == (self.rename or {}):
-            return ""
-        return f"if layers have other names, pass rename={pairs} to Snapshot.restore"
-
-    def _explain_typo(self, key: str, part: KeyRestore) -> str:
-        """Returns similar names in the snapshot of the first missing leaves; else an empty text.
-
-        Unexpected leaves are listed anyway.
-        """
-        listed = {*part.match.unexpected, *part.match.unplaced}
-        free = [
-            entry.path
-            for entry in self._entries[key][:_MAX_COMPARED]
-            if entry.path not in listed and not part.match.has_target(entry.path)
-        ]
-        hints: list[str] = []
-        for path in part.match.missing[:3]:
-            # Of a flat name, such as "param_groups.weight.lr", too: else all would be similar.
-            parent = path[: max(path.rfind("/"), path.rfind(".")) + 1]
-            rests = [other.removeprefix(parent) for other in free if other.startswith(parent)]
-            names = [rest for rest in rests if not {"/", "."} & {*rest}]
-            if hint := did_you_mean(path.removeprefix(parent), names, prefix=parent):
-                hints.append(f"the snapshot has no {path!r}; {hint}")
-        return " ".join(hints)
-
-    def _with_names_of(self, key: str, others: Iterable[str]) -> list[str]:
-        """Returns the keys whose state has the names that the state of ``key`` has."""
-        names = {escape(name) for name in self._states[key] or ()}
-
-        def has_them(other: str) -> bool:
-            below = len(escape(other)) + 1
-            paths = [entry.path[below:] for entry in self._entries[other]]
-            return names <= {path.partition("/")[0].partition("@")[0] for path in paths}
-
-        return [other for other in others if has_them(other)] if names else []
-
     def _explain_private(self, key: str, paths: Sequence[str]) -> list[str]:
         """Returns a line per set of ranks with wanted private leaves."""
         index = self.index
@@ -496,114 +382,6 @@ class _Comparer:
             "leave the key out"
             for ranks, own in by_ranks.items()
         ]
-
-
-def _explain_prefix(root: str, part: KeyRestore) -> str:
-    """Returns a rename for names that differ by a prefix of torch's wrappers or by a separator.
-
-    Empty: they differ in another way.
-    """
-    missing = {*part.match.missing}
-    saved = {*part.match.unexpected, *part.match.unplaced}
-    for prefix in ("module.", "_orig_mod."):
-        below = f"{root}/{prefix}"
-        for longer, shorter, rename in (
-            (saved, missing, f'"{prefix}"'),
-            (missing, saved, str({f"{root}/": below})),
-        ):
-            names = [path.removeprefix(below) for path in longer if path.startswith(below)]
-            if any(f"{root}/{name}" in shorter for name in names):
-                where = "in the snapshot" if longer is saved else "in the app state"
-                return (
-                    f"the names of {root!r} begin with {prefix!r} only {where}: pass "
-                    f"rename={rename} to Snapshot.restore"
-                )
-    for path in part.match.missing:
-        key, _, name = path.partition("/")
-        layers = name.split(".")
-        for number in range(1, len(layers)):
-            layer = f"{key}/{'.'.join(layers[:number])}"
-            if f"{layer}/{'.'.join(layers[number:])}" in saved:
-                return (
-                    f"a rename moved a key to {layer!r}, but a dot follows the name of a layer: "
-                    f'pass both with what follows them, rename={{"KEY/": "{layer}."}}'
-                )
-    return ""
-
-
-def _renamed_layers(
-    entries: Sequence[AnyEntry],
-    targets: Mapping[str, Any],
-    missing: Sequence[str],
-    unexpected: Collection[str],
-) -> dict[str, str]:
-    """Returns paths of layers in the snapshot, with those of the same layers in the app state.
-
-    The leaves of both have the same names and shapes, and no other layer's have.
-    """
-    if not missing or not unexpected or max(len(missing), len(unexpected)) > _MAX_COMPARED:
-        return {}
-    shapes = {e.path: tuple(getattr(e, "shape", ())) for e in entries if e.path in unexpected}
-    if any(isinstance(entry, Elsewhere) for entry in entries if entry.path in unexpected):
-        shapes = {}  # unknown: names must do
-    else:
-        shapes |= {path: tuple(getattr(targets[path], "shape", ())) for path in missing}
-    fixed = {layer for e in entries if e.path not in unexpected for layer, _ in _layers(e.path)}
-    olds, news = _by_leaves(unexpected, shapes, fixed), _by_leaves(missing, shapes, fixed)
-    pairs: dict[str, str] = {}
-    for leaves, layers in news.items():
-        if len(layers) == len(olds.get(leaves, ())) == 1:
-            pairs[olds[leaves][0]] = layers[0]
-    above = {*pairs}
-    return {o: n for o, n in pairs.items() if not above & {layer for layer, _ in _layers(o)}}
-
-
-def _by_leaves(
-    paths: Iterable[str], shapes: Mapping[str, Sequence[int]], fixed: Collection[str]
-) -> dict[frozenset[Any], list[str]]:
-    """Returns the layers with these leaves and no others, by names and shapes of the leaves."""
-    leaves: dict[str, list[Any]] = {}
-    for path in paths:
-        for layer, rest in _layers(path):
-            if layer not in fixed:
-                leaves.setdefault(layer, []).append((rest, shapes.get(path)))
-    layers: dict[frozenset[Any], list[str]] = {}
-    for layer, names in leaves.items():
-        layers.setdefault(frozenset(names), []).append(layer)
-    return layers
-
-
-def _layers(path: str) -> list[tuple[str, str]]:
-    """Returns each layer that has the leaf, outermost first, and the leaf's name below it."""
-    dots = [at for at, character in enumerate(path) if character == "." and "/" in path[:at]]
-    return [(path[:at], path[at + 1 :]) for at in dots]
-
-
-def _explain_model_state(key: str, stateful: Stateful, entries: Sequence[AnyEntry]) -> str:
-    if not isinstance(stateful, torch.nn.Module) or not _is_of_model_state(key, entries):
-        return ""
-    return f"a ModelState saved {key!r}: pass ModelState(model) instead of the model"
-
-
-def _is_of_model_state(key: str, entries: Sequence[AnyEntry]) -> bool:
-    """Whether the names below are those of a ``ModelState``; a module's have no slash."""
-    below = f"{escape(key)}/"
-    names = {e.path.removeprefix(below).split("/")[0] for e in entries if e.path != escape(key)}
-    return "model" in names and names <= {"model", "optim"}
-
-
-def _explain_initial_lr(
-    key: str, stateful: Stateful, part: KeyRestore, entries: Sequence[AnyEntry]
-) -> str:
-    """Empty, too, if the snapshot has others: then names differ."""
-    if not isinstance(stateful, ModelState) or any(is_initial_lr(e.path) for e in entries):
-        return ""
-    if not any(is_initial_lr(path) for path in part.match.missing):
-        return ""
-    return (
-        f"a learning-rate scheduler, new since the save, has added initial_lr to the optimizer of "
-        f"{escape(key)!r}: restore before you make the scheduler, or pass strict=False once"
-    )
 
 
 def _what_is_no_dict(key: str, entries: Sequence[AnyEntry]) -> str | None:
