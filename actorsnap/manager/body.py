@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from actorsnap.actors.abandonable import first_error
 from actorsnap.errors import (
     ActorSnapError,
     IncompatibleState,
@@ -64,7 +63,7 @@ from actorsnap.runtime.location import (
     resolve_options,
 )
 from actorsnap.runtime.restore import Overwritten, RestoreReport
-from actorsnap.runtime.roots import METADATA_KEY, Root, is_damage
+from actorsnap.runtime.roots import METADATA_KEY, Root, damage_of, is_damage
 from actorsnap.runtime.rounds import Topic, announce
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.source import OpenSource
@@ -556,7 +555,7 @@ class ManagerBody:
                     call = "restore_latest" if is_latest else "restore"
                     _note_arguments(error, place.url_of(name), call)
                 if is_damage(error):
-                    place.damaged[name] = describe(first_error(error))
+                    place.damaged[name] = damage_of(error)
                 # All ranks have the same error, and no other snapshot fits better.
                 if found["is_last"] or isinstance(error, IncompatibleState):
                     raise

@@ -52,7 +52,7 @@ from actorsnap.planning.marks import Facts
 from actorsnap.runtime import verify as verification
 from actorsnap.runtime.deletion import Deleter, Deletions
 from actorsnap.runtime.host import Call, Host, Script, wait_done
-from actorsnap.runtime.roots import Listing, Root, is_damage, stored_step
+from actorsnap.runtime.roots import Listing, Root, damage_of, is_damage, stored_step
 from actorsnap.runtime.save import Save
 from actorsnap.runtime.script import run_on_loop
 from actorsnap.runtime.source import OpenSource
@@ -102,7 +102,7 @@ class Search:
         """
         if failure is not None:
             if is_damage(failure):
-                self._skip(describe(failure))
+                self._skip(damage_of(failure))
             # A rank that does not see it may have looked after its deletion.
             elif not isinstance(failure, RestoreAborted) or not (
                 yield from self._is_damaged("quick")
@@ -142,8 +142,11 @@ class Search:
         place = self._root.places[self._at]
         level = level or self._level
         problems = yield from find_damage(place, self._current, level, is_anew=True)
-        if problems:
-            self._skip(None if isinstance(problems[0], NotASnapshot) else _text_of(problems))
+        if problems and isinstance(problems[0], NotASnapshot):
+            self._skip(None)
+        elif problems:
+            place.damaged[self._current] = _text_of(problems)
+            self._skip(_text_of(problems))
         return bool(problems)
 
     def _skip(self, damage: str | None) -> None:
@@ -242,7 +245,7 @@ class StepSearch(Search):
         if failure is not None:
             if self._at == last or not is_damage(failure):
                 raise failure
-            self._skip(describe(failure))
+            self._skip(damage_of(failure))
         if self._current is None:
             self._current = yield from self._find()
         while self._at < last and (yield from self._is_damaged()):

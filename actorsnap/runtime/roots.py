@@ -575,5 +575,11 @@ def is_damage(error: BaseException) -> bool:
     )
 
 
+def damage_of(error: BaseException) -> str:
+    """Returns what is damaged, without the advice: the caller goes on with an older snapshot."""
+    error = first_error(error)
+    return f"{error.key}: {error.detail}" if isinstance(error, FormatError) else describe(error)
+
+
 def _join(url: str, name: StepName) -> str:
     return f"{url.rstrip('/')}/{name}"

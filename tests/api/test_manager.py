@@ -147,10 +147,30 @@ def test_skips_damage_and_says_why(root: Path, caplog: pytest.LogCaptureFixture)
         "step-0000000200.g1",
         "step-0000000100.g1",
     ]
-    assert found.skipped[0][1].startswith("ChecksumMismatch")
+    assert found.skipped[0][1].endswith("differs from what was saved")
     assert "overwritten" not in found.skipped[0][1] + caplog.text
     assert "200.g1 is damaged" in caplog.text
     second.check(0)
+
+
+@pytest.mark.parametrize("pattern", ["data/**/*.safetensors", "manifest/0.json"])
+def test_the_first_save_after_damage_blames_no_manager(
+    root: Path, caplog: pytest.LogCaptureFixture, pattern: str
+) -> None:
+    first = Run(root)
+    first.train(0, 100)
+    first.close()
+    (file,) = root.glob(f"step-0000000100.g1/*/{pattern}")
+    os.truncate(file, file.stat().st_size // 2)
+    second = Run(root)
+    found = second.manager.restore_latest()
+    assert found is not None
+    assert found.step == 0
+    second.train(100)
+    second.close()
+    (text,) = caplog.messages
+    assert "restored" in text
+    assert "step-0000000100.g1 is damaged" in text
 
 
 def test_damage_everywhere_is_no_fresh_start(root: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -212,7 +232,8 @@ def test_what_a_restore_found_damaged_counts_as_damaged(root: Path) -> None:
     assert latest.step == 100
     verdicts = {verdict.name.step: verdict for verdict in manager.explain()}
     assert verdicts[200].keeps
-    assert verdicts[200].reasons[0].startswith("damaged: ChecksumMismatch")
+    assert verdicts[200].reasons[0].startswith("damaged: ")
+    assert "block 0 of 'train/weight'" in verdicts[200].reasons[0]
     assert "newest verified" in ", ".join(verdicts[100].reasons)
     manager.delete(0)
     with pytest.raises(UsageError, match="the only valid snapshot"):
