@@ -81,7 +81,7 @@ def ls(path: PathArgument, as_json: JsonOption = False, option: StorageOption = 
                     raise
             elif not found:
                 raise
-            sizes = run(maintenance.measure_snapshots(source, found))
+            sizes = run(maintenance.measure_folders(source, found))
             both = {**found, **failed}
             listed_all = {name: both[name] for name in sorted(both, key=maintenance.natural_order)}
             if as_json:

@@ -155,7 +155,7 @@ def test_ls_of_a_folder_of_snapshots(tmp_path: Path, unfinished: Path) -> None:
     assert ended.code == 0
     rows = [line.split("\t") for line in ended.lines]
     assert [row[0] for row in rows] == ["broken", "dead", "step-1", "step-2", "step-10"]
-    assert rows[0][1:3] == ["-", "0 B"]
+    assert rows[0][1:3] == ["-", "2 B"]
     assert rows[0][3].startswith("damaged: ")
     assert rows[1][1:] == ["-", "4 B", "unfinished"]
     assert rows[2][3:] == ["world size 1", "step 1", '{"x": 1}']
@@ -207,13 +207,14 @@ def test_ls_json(saved: Path, tmp_path: Path, unfinished: Path) -> None:
     }
     assert (found["s"]["world_size"], found["s"]["metadata"]) == (1, {"step": 7})
     assert found["s"]["step"] is None
-    nbytes = sum(path.stat().st_size for path in saved.glob("*/**/*") if path.is_file())
-    assert found["s"]["nbytes"] == Snapshot(saved).nbytes == nbytes
-    # Of the snapshot, not of what else is in its folder.
+    nbytes = sum(path.stat().st_size for path in saved.glob("**/*") if path.is_file())
+    assert found["s"]["nbytes"] == nbytes
+    assert Snapshot(saved).nbytes == nbytes - (saved / COMMIT_KEY).stat().st_size
+    assert (found["dead"]["nbytes"], found["broken"]["nbytes"]) == (4, 2)
+    # Like `steps`, with leftovers.
     shutil.copytree(next(unfinished.iterdir()), saved / next(unfinished.iterdir()).name)
     found_again = json.loads(run("ls", "--json", tmp_path).out)
-    assert {item["name"]: item["nbytes"] for item in found_again}["s"] == nbytes
-    assert (found["dead"]["nbytes"], found["broken"]["nbytes"]) == (4, 0)
+    assert {item["name"]: item["nbytes"] for item in found_again}["s"] == nbytes + 4
 
 
 def test_all_commands_count_the_same_leaves(saved: Path) -> None:

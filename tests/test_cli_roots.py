@@ -115,6 +115,19 @@ def test_steps(root: Path) -> None:
         assert row[4:] == ["committed"]
 
 
+def test_steps_and_ls_count_the_same_bytes(root: Path) -> None:
+    rest = root / name(300) / "20990101T000000-ffffffff-1-00000000" / "data"
+    rest.mkdir(parents=True)
+    (rest / "half").write_bytes(bytes(1000))
+    listed = [
+        {item["name"]: item["nbytes"] for item in json.loads(run(command, root, "--json").out)}
+        for command in ("ls", "steps")
+    ]
+    assert listed[0] == listed[1]
+    files = (root / name(300)).glob("**/*")
+    assert listed[0][name(300)] == sum(file.stat().st_size for file in files if file.is_file())
+
+
 def test_steps_says_why(root: Path) -> None:
     ended = run("steps", root, "--keep", "last:1", "--keep", "best:loss:min", "--min-valid", 1)
     assert [row[5] for row in ended.rows] == [

@@ -184,33 +184,17 @@ def list_snapshots(source: Source) -> Script[list[Source]]:
     return sources
 
 
-def measure_snapshots(
-    source: Source, found: Mapping[str, Commit | FormatError | None]
-) -> Script[dict[str, int]]:
-    """Returns the bytes of what ``find_snapshots`` has found: of a snapshot, those of its objects;
-    else those of all attempts. Leaves out what cannot be listed.
-    """
+def measure_folders(source: Source, names: Iterable[str]) -> Script[dict[str, int]]:
+    """Returns the bytes of all objects in each folder. Leaves out what cannot be listed."""
 
     async def perform(opened: OpenSource) -> dict[str, int]:
         sizes: dict[str, int] = {}
 
         async def measure(name: str) -> None:
-            commit = found[name]
             with contextlib.suppress(StorageError):
-                attempts = (
-                    [commit.attempt]
-                    if isinstance(commit, Commit)
-                    else await opened.storage.list_folders(name)
-                )
-                sizes[name] = sum(
-                    [
-                        await size_below(opened.storage, f"{name}/{each}/")
-                        for each in attempts
-                        if Attempt.parse(each)
-                    ]
-                )
+                sizes[name] = await size_below(opened.storage, f"{name}/")
 
-        await for_each(found, measure, at_once=MAX_SMALL_READS)
+        await for_each(names, measure, at_once=MAX_SMALL_READS)
         return sizes
 
     return (yield from source.perform("list", perform))
