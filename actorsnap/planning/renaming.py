@@ -85,7 +85,10 @@ def check_used(rename: Rename | None, paths: Iterable[str]) -> None:
     for old in rename:
         if any(_is_prefix(old, path) for path in known):
             continue
-        hint = did_you_mean(old.rstrip("/."), _names(known), limit=2)
+        wanted, names = old.rstrip("/."), _names(known)
+        last = wanted.rpartition("/")[2]
+        below = [name for name in names if name.endswith(f"/{last}")]
+        hint = did_you_mean(wanted, below or names, limit=2, cutoff=0.0 if below else 0.6)
         new = rename[old]
         if any(_is_prefix(new, path) for path in known if new):
             hint = f"a rename goes from the snapshot to the app state: pass rename={ {new: old} }"

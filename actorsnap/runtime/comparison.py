@@ -192,6 +192,7 @@ def compare(
     comparer = _Comparer(index, app_state, states, rank, options, casts, rename)
     for key in states:
         comparer.compare(key)
+    comparer.explain_absence()
     comparer.leave_out_states()
     comparer.separate_memory()
     return comparer.compared
@@ -226,6 +227,7 @@ class _Comparer:
             else state
             for key, state in states.items()
         }
+        self._absent: list[str] = []
         self._hints = Hints(self._entries, app_state, self._states, self.rename)
 
     def compare(self, key: str) -> None:
@@ -237,8 +239,7 @@ class _Comparer:
             compared.mismatched += self._explain_private(key, private)
             if not private:
                 compared.missing.append(escape(key))
-                if (hint := self._hints.of_absent(key)) not in compared.hints:
-                    compared.hints.append(hint)
+                self._absent.append(key)
             return
         if loads_dicts_only(stateful) and (what := _what_is_no_dict(key, self._entries[key])):
             compared.mismatched.append(
@@ -282,6 +283,10 @@ class _Comparer:
         compared.unplaced[escape(key)] = tuple(part.match.unplaced)
         compared.mismatched += part.match.mismatched
         compared.parts[key] = part
+
+    def explain_absence(self) -> None:
+        if absent := [key for key in self.app_state if key in self._absent]:
+            self.compared.hints.insert(0, self._hints.of_absent(absent))
 
     def leave_out_states(self) -> None:
         """Leaves out optimizers with the state of a parameter that has another shape.

@@ -881,10 +881,9 @@ def test_misspelt_keys_of_an_app_state(saved: Path) -> None:
         sync.Snapshot(saved).restore(app_state)
     assert caught.value.missing == ("modle", "unlike")
     assert list(caught.value.hints) == [
-        "the snapshot has no key 'modle'; did you mean 'model'? To restore from another key, pass "
-        "rename={'model': 'modle'} to Snapshot.restore",
-        "the snapshot has no key 'unlike'; it has 'progress', 'model'. To restore from another "
-        "key, pass rename={'progress': 'unlike'} to Snapshot.restore",
+        "the snapshot has no keys 'modle', 'unlike'; it has 'model', 'progress'. If the keys have "
+        "other names there, pass rename={'model': 'modle', 'progress': 'unlike'} to "
+        "Snapshot.restore"
     ]
     assert "other names, rename= of Snapshot.restore maps them" in str(caught.value)
     assert all(str(caught.value).count(hint) == 1 for hint in caught.value.hints)
@@ -899,8 +898,8 @@ def test_a_key_with_the_same_names_is_suggested(tmp_path: Path) -> None:
         sync.Snapshot(tmp_path / "old.pt").restore({"model": torch.nn.Linear(3, 2)})
     assert list(caught.value.hints) == [
         "the snapshot has no key 'model'; it has 'state_dict', 'args', 'best', 'epoch', "
-        "'model_size', .... To restore from another key, pass rename={'state_dict': 'model'} to "
-        "Snapshot.restore"
+        "'model_size', .... If the key has another name there, pass rename={'state_dict': 'model'} "
+        "to Snapshot.restore"
     ]
 
 
@@ -1068,16 +1067,16 @@ def test_a_model_for_a_model_state_and_the_other_way_round(tmp_path: Path) -> No
     with pytest.raises(IncompatibleState) as caught:
         snapshot.restore({"model": model})
     assert list(caught.value.hints) == [
-        "the snapshot has no key 'model'; if its parts are 'train/model', pass "
-        "rename={'train/model': 'model'}"
+        "the snapshot has no key 'model'; it has 'train'. If the key has another name there, pass "
+        "rename={'train/model': 'model'} to Snapshot.restore"
     ]
     assert snapshot.restore({"model": model}, rename={"train/model": "model"}).is_complete
     apart = sync.Snapshot.take(tmp_path / "t", {"model": model, "step": StateDict(n=1)})
     with pytest.raises(IncompatibleState) as caught:
         apart.restore({"train": ModelState(model)})
     assert list(caught.value.hints) == [
-        "the snapshot has no key 'train'; if its parts are 'model', pass "
-        "rename={'model': 'train/model'}"
+        "the snapshot has no key 'train'; it has 'model', 'step'. If the key has another name "
+        "there, pass rename={'model': 'train/model'} to Snapshot.restore"
     ]
     assert apart.restore({"train": ModelState(model)}, rename={"model": "train/model"}).is_complete
 
@@ -1106,8 +1105,8 @@ def test_a_key_of_an_old_file(tmp_path: Path) -> None:
     with pytest.raises(IncompatibleState) as caught:
         snapshot.restore({"model": torch.nn.Linear(3, 2)})
     assert list(caught.value.hints) == [
-        "the snapshot has no key 'model'; it has 'model_state_dict', 'epoch'. To restore from "
-        "another key, pass rename={'model_state_dict': 'model'} to Snapshot.restore"
+        "the snapshot has no key 'model'; it has 'model_state_dict', 'epoch'. If the key has "
+        "another name there, pass rename={'model_state_dict': 'model'} to Snapshot.restore"
     ]
     with pytest.raises(IncompatibleState) as caught:
         snapshot.restore({"model_state_dict": model, "epoch": StateDict(), "more": StateDict()})
@@ -1115,6 +1114,65 @@ def test_a_key_of_an_old_file(tmp_path: Path) -> None:
         "the snapshot has no key 'more'; it has 'epoch', 'model_state_dict'. To leave it as it is, "
         "pass keys=['model_state_dict', 'epoch'] to Snapshot.restore"
     ]
+
+
+def app_states_of_an_old_run() -> dict[str, dict[str, Any]]:
+    train = trained("0 1 head")["train"]
+    model, (optimizer,) = train.model, train.optimizers
+    return {
+        "apart": {"model": model, "optimizer": optimizer},
+        "progress": {"progress": StateDict(epoch=0), "model": model, "optimizer": optimizer},
+        "other names": {"net": model, "opt": optimizer},
+        "state": {"state": train},
+        "layer": {"head": model["head"]},
+    }
+
+
+@pytest.mark.parametrize("names", [*app_states_of_an_old_run()])
+@pytest.mark.parametrize("place", ["{}", "run/{}", "{}/module.", "deep/run/{}/module."])
+def test_the_rename_of_an_old_checkpoint(tmp_path: Path, place: str, names: str) -> None:
+    """One rename for all keys, wherever the file has them."""
+    old = trained("0 1 head")["train"]
+    (optimizer,) = old.optimizers
+    sum(layer.weight.sum() for layer in old.model.values()).backward()
+    optimizer.step()
+    where, _, prefix = place.partition("/module")
+    state = {f"{prefix and 'module.'}{k}": v for k, v in old.model.state_dict().items()}
+    saved = {"model_state_dict": state, "optimizer_state_dict": optimizer.state_dict(), "epoch": 3}
+    for key in reversed(where.split("/")[:-1]):
+        saved = {key: saved, "at": 1}
+    torch.save(saved, tmp_path / "old.pt")
+    app_state = app_states_of_an_old_run()[names]
+    snapshot = sync.Snapshot(tmp_path / "old.pt")
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore(app_state)
+    (hint,) = caught.value.hints
+    rename = ast.literal_eval(hint.partition("rename=")[2].removesuffix(" to Snapshot.restore"))
+    if names == "progress" and where == "{}":
+        del app_state["progress"]  # the file's number has no key of its own
+    assert snapshot.restore(app_state, rename=rename).is_complete
+    model = app_state.get("model", app_state.get("net"))
+    model = app_state["state"].model if "state" in app_state else model
+    head = app_state["head"] if model is None else model["head"]
+    assert torch.equal(head.weight, old.model["head"].weight)
+
+
+def test_the_rename_of_a_file_with_two_optimizers(tmp_path: Path) -> None:
+    old = trained("0 1 head")["train"]
+    state = old.optimizers[0].state_dict()
+    file = {"model": old.model.state_dict(), "optim": state, "optimizer": state}
+    torch.save(file, tmp_path / "old.pt")
+    snapshot, app_state = sync.Snapshot(tmp_path / "old.pt"), trained("0 1 head")
+    rename = {"model": "train/model", "optim": "train/optim"}
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore(app_state)
+    assert f"pass rename={rename} to Snapshot.restore" in caught.value.hints[0]
+    assert snapshot.restore(app_state, rename=rename).is_complete
+    # The user's own is a part of it.
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore({"net": old.model, "opt": old.optimizers[0]}, rename={"model": "net"})
+    rename = {"model": "net", "optim": "opt"}
+    assert f"pass rename={rename} to Snapshot.restore" in caught.value.hints[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int32])

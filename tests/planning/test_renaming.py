@@ -101,6 +101,7 @@ def test_used(rename: Any) -> None:
         ({"model/fcl": "model/a"}, "begins with 'model/fcl'; did you mean 'model/fc1'"),
         ({"model": "net", "modle/fc1": "a"}, "begins with 'modle/fc1'; did you mean 'model/fc1'"),
         ({"fc": "model/a"}, "begins with 'fc'; it has the keys 'model', 'optim'"),
+        ({"fc1": "layer"}, r"with 'fc1'; did you mean 'model/fc1'\?"),
         ({"layer": "model/fc1"}, r"app state: pass rename=\{'model/fc1': 'layer'\}"),
     ],
 )

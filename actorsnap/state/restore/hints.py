@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 
-from actorsnap.planning.index import AnyEntry, Elsewhere
+from actorsnap.planning.index import AnyEntry, Elsewhere, ancestors
 from actorsnap.planning.renaming import Rename
 from actorsnap.state.optim import ModelState
 from actorsnap.state.restore.match import Match
 from actorsnap.state.stateful import Stateful
 from actorsnap.state.tree import escape
 from actorsnap.wording import did_you_mean, is_initial_lr
+
+_OPTIMIZER = ("state", "param_groups")
+"""Names in the state of an optimizer."""
 
 _MAX_COMPARED = 2000
 """Number of leaves that a suggestion is looked for in."""
@@ -47,52 +50,83 @@ class Hints:
         )
         return [each for each in (hint, self._explain_initial_lr(key, match)) if each]
 
-    def of_absent(self, key: str) -> str:
-        """Returns the keys that the snapshot has instead, and how to restore from one."""
-        others = sorted(self.entries.keys() - self.states.keys())
-        text = f"the snapshot has no key {key!r}"
-        pairs = self.rename.items() if isinstance(self.rename, Mapping) else ()
-        for old, new in pairs:
-            if new.startswith(f"{escape(key)}."):
-                right = f"{escape(key)}/{new[len(escape(key)) + 1 :]}"
-                return f"{text}; a slash follows a key: write { {old: right} } in rename="
-        if names := {} if pairs else self._names_of_model_states(key, others):
-            return f"{text}; if its parts are {' and '.join(map(repr, names))}, pass rename={names}"
-        alike = self._with_names_of(key, others) or others
-        near = (
-            get_close_matches(key, alike, n=1)
-            or [other for other in alike if key in other or (len(other) > 2 and other in key)]
-            or (alike if alike is not others else [])
-        )[:1]
-        shown = near + [each for each in others or sorted(self.entries) if each not in near]
-        has = f"it has {', '.join(map(repr, shown[:5])) or 'none'}{', ...' if shown[5:] else ''}"
-        if near:
-            hint = did_you_mean(key, near) or f"{has}."
-            origin = next((old for old, new in pairs if new == escape(near[0])), escape(near[0]))
+    def of_absent(self, absent: Sequence[str]) -> str:
+        """Returns the keys that the snapshot has instead of ``absent``, and a rename from them."""
+        shown = ", ".join(map(repr, absent))
+        text = f"the snapshot has no {'key' if len(absent) == 1 else 'keys'} {shown}"
+        pairs = dict(self.rename) if isinstance(self.rename, Mapping) else {}
+        for old, new in pairs.items():
+            key, dot, rest = new.partition(".")
+            if dot and key in map(escape, absent):
+                right = pairs | {old: f"{key}/{rest}"}
+                return f"{text}; a slash follows a key: write {right} in rename="
+        origins: dict[str, str] = {}
+        for key in absent:
+            origins |= self._origins_of(key, origins)
+        others = self._others
+        near = [each for each in others if escape(each) in origins]
+        listed = near + [each for each in others or sorted(self.entries) if each not in near]
+        more = ", ..." if listed[5:] else ""
+        has = f"it has {', '.join(map(repr, listed[:5])) or 'none'}{more}"
+        if origins:
+            hint = did_you_mean(absent[0], near) if len(absent) == 1 else ""
+            has_others = "key has another name" if len(absent) == 1 else "keys have other names"
+            for origin, new in origins.items():
+                pairs[_before(origin, pairs)] = new
             return (
-                f"{text}; {hint} To restore from another key, pass "
-                f"rename={ {origin: escape(key)} } to Snapshot.restore"
+                f"{text}; {hint or f'{has}.'} If the {has_others} there, pass rename={pairs} to "
+                "Snapshot.restore"
             )
         found = [each for each in self.app_state if each in self.entries]
-        absent = [each for each in self.app_state if each not in self.entries]
-        if len(absent) > 1:
-            text = f"the snapshot has no keys {', '.join(map(repr, absent))}"
         if not found or (others and len(found) < len(absent)):
             return f"{text}; {has}"
         them = "them as they are" if len(absent) > 1 else "it as it is"
         return f"{text}; {has}. To leave {them}, pass keys={found} to Snapshot.restore"
 
-    def _names_of_model_states(self, key: str, others: Sequence[str]) -> dict[str, str]:
-        """Returns a rename if either the snapshot or the app state has a ``ModelState``."""
-        stateful = self.app_state[key]
-        if isinstance(stateful, ModelState) and "model" in others:
-            parts = {"model": "model", "optimizer": "optim", "optim": "optim"}
-            return {old: f"{escape(key)}/{new}" for old, new in parts.items() if old in others}
-        if isinstance(stateful, torch.nn.Module):
-            for other in others:
-                if _is_of_model_state(other, self.entries[other]):
-                    return {f"{escape(other)}/model": escape(key)}
-        return {}
+    def _origins_of(self, key: str, used: Collection[str]) -> dict[str, str]:
+        """Returns a rename to a key, or to the parts of a ``ModelState``, as far as it is likely.
+
+        Args:
+            used: What other keys are renamed from.
+        """
+        state = self.states[key]
+        origin = self._origin_of(key, state, used, by_name=not self._is_model_state(key))
+        if origin or not self._is_model_state(key):
+            return _pair(origin, escape(key)) if origin else {}
+        found: dict[str, str] = {}
+        for part, names in (("model", state["model"]), ("optim", _OPTIMIZER)):
+            if part in state and (origin := self._origin_of(part, names, {*used, *found})):
+                found |= _pair(origin, f"{escape(key)}/{part}")
+        return found
+
+    def _origin_of(
+        self, key: str, names: Iterable[Any] | None, used: Collection[str], *, by_name: bool = True
+    ) -> str:
+        """Returns a path of the snapshot that has all ``names`` below it, or a similar name."""
+        others = [escape(each) for each in self._others if escape(each) not in used]
+        entries = [entry for each in self._others for entry in self.entries[each]]
+        places = _places_of([*map(escape, names or ())], entries)
+        places = [place for place in places if place not in used]
+        tops = [place for place in places if place in others]
+        if not tops and places:
+            named = [p for p in places if p.rstrip(".").replace(".", "/").endswith(f"/{key}")]
+            (origin, *rest) = named or places
+            return "" if rest else origin
+        alike = tops or (others if by_name else [])
+        near = (
+            get_close_matches(key, alike, n=1)
+            or [other for other in alike if key in other or (len(other) > 2 and other in key)]
+            or tops
+        )
+        return near[0] if near else ""
+
+    @property
+    def _others(self) -> list[str]:
+        """The keys that only the snapshot has."""
+        return sorted(self.entries.keys() - self.states.keys())
+
+    def _is_model_state(self, key: str) -> bool:
+        return isinstance(self.app_state[key], ModelState)
 
     def _explain_layers(self, key: str, match: Match) -> str:
         """Returns the whole rename of layers whose names differ; else an empty text.
@@ -138,17 +172,6 @@ class Hints:
                 hints.append(f"the snapshot has no {path!r}; {hint}")
         return " ".join(hints)
 
-    def _with_names_of(self, key: str, others: Iterable[str]) -> list[str]:
-        """Returns the keys whose state has the names that the state of ``key`` has."""
-        names = {escape(name) for name in self.states[key] or ()}
-
-        def has_them(other: str) -> bool:
-            below = len(escape(other)) + 1
-            paths = [entry.path[below:] for entry in self.entries[other]]
-            return names <= {path.partition("/")[0].partition("@")[0] for path in paths}
-
-        return [other for other in others if has_them(other)] if names else []
-
     def _explain_model_state(self, key: str) -> str:
         is_module = isinstance(self.app_state[key], torch.nn.Module)
         if not is_module or not _is_of_model_state(key, self.entries[key]):
@@ -166,6 +189,35 @@ class Hints:
             f"a learning-rate scheduler, new since the save, has added initial_lr to the optimizer "
             f"of {escape(key)!r}: restore before you make the scheduler, or pass strict=False once"
         )
+
+
+def _places_of(names: Sequence[str], entries: Iterable[AnyEntry]) -> list[str]:
+    """Returns the paths below which all names are; with the dot, if one separates them."""
+    leaves = [entry.path.partition("@")[0] for entry in entries]
+    paths = {each: None for path in leaves for each in (path, *ancestors(path))}
+    found: list[str] = []
+    for path in paths if names else ():
+        for separator in "/.":
+            place = path.removesuffix(f"{separator}{names[0]}")
+            if place == path or (separator == "." and "/" not in place):
+                continue
+            if all(f"{place}{separator}{name}" in paths for name in names):
+                found.append(place if separator == "/" else f"{place}.")
+    return found
+
+
+def _pair(origin: str, new: str) -> dict[str, str]:
+    if origin.endswith(".") and "/" in new:
+        return {origin: f"{new}/"}
+    return {origin.rstrip("."): new}
+
+
+def _before(path: str, pairs: Mapping[str, str]) -> str:
+    """Returns the name in the snapshot of a path that a rename may have changed."""
+    for old, new in pairs.items():
+        if path == new or path.startswith(f"{new}/"):
+            return f"{old}{path.removeprefix(new)}"
+    return path
 
 
 def _explain_prefix(root: str, match: Match) -> str:
