@@ -246,7 +246,8 @@ def is_idle(me: Rank, path: str) -> dict[str, Any]:
             save=every.minutes(100) | every.notice() | every.pace(1000) | every.overhead(1e-9),
             notices=[FakeWatcher()],
         )
-        loop.run(20)  # with the first save
+        while not loop.saved:  # a busy machine may need more steps to agree on the first save
+            loop.run(20)
         loop.manager.wait()
         loop.manager.prune(dry_run=True)
         dist.barrier()
@@ -261,8 +262,11 @@ def is_idle(me: Rank, path: str) -> dict[str, Any]:
             agree(calls, agreed)
             answers.append(traffic())
 
+        def ask() -> None:
+            loop.manager.request("now")
+
         with mock.patch.object(Calls, "agree", note):
-            loop.run(30, {75: lambda: loop.manager.request("now")} if me.rank == 1 else None)
+            loop.run(30, {loop.step + 5: ask} if me.rank == 1 else None)
             loop.manager.wait()
         agreed = [now - then for now, then in zip(answers[0], after, strict=True)]
         dist.barrier()
