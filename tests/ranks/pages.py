@@ -35,6 +35,7 @@ def page(me: Rank, name: str, folder: str, only: str = "") -> list[str]:
             exec(compile(block, f"{name}: {block[:60]!r}", "exec"), names)
         printed.append(said.getvalue())
     if dist.is_initialized():
+        dist.barrier()  # a rank ends here without `atexit`, which sends its last messages
         dist.destroy_process_group()
     return printed
 
