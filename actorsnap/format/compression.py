@@ -15,7 +15,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal
 
 import msgspec
 import numpy as np
@@ -43,8 +43,6 @@ _ZSTD_LEVEL = 1
 """Slower levels gain nothing on shuffled weights: ``docs/decisions/0015-compression.md``."""
 
 _UNSIGNED = {2: "<u2", 4: "<u4", 8: "<u8"}
-
-_Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 
 class Codec(msgspec.Struct, frozen=True, kw_only=True, array_like=True, gc=False):

@@ -134,10 +134,6 @@ class ManifestTable:
         self._hashes = struct.unpack(f"<{num_entries}I", head.paths)
         self._extents = _check_objects(head.objects, head.attempt, key)
 
-    @property
-    def num_pages(self) -> int:
-        return len(self.head.pages)
-
     def pages_of(self, paths: Iterable[str]) -> list[int]:
         """Returns the pages that have the entries of these paths, and perhaps a few more."""
         wanted = frozenset(_hashes_of(paths))

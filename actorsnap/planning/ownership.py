@@ -18,7 +18,7 @@ from typing import TypeAlias
 from msgspec.structs import replace
 
 from actorsnap.format.geometry import Box, Placement, Run, c_strides, flat_range_boxes, place
-from actorsnap.format.manifest import ContainerEntry, Entry, RankManifest, TensorEntry
+from actorsnap.format.manifest import ContainerEntry, RankManifest, TensorEntry
 from actorsnap.format.owners import (
     Grid,
     Holders,
@@ -326,14 +326,6 @@ def _contradiction(rank: int, path: str, box: Box | None, *, is_lacking: bool) -
     where = "" if box is None else f" from {box.offsets} up to {box.stops}"
     verb = "has" if is_lacking else "does not have"
     return f"rank {rank} {verb} {path!r}{where} according to the owner index"
-
-
-def _place_of(entry: Entry) -> tuple[str, Box | None]:
-    if isinstance(entry, ContainerEntry):
-        return "", None
-    if isinstance(entry, TensorEntry) and entry.offsets is not None:
-        return entry.path, Box(entry.offsets, entry.shape)
-    return entry.path, None
 
 
 def held_boxes(layout: Layout, shape: tuple[int, ...], position: Sequence[int]) -> list[Box]:
