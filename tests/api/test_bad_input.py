@@ -1157,6 +1157,23 @@ def test_the_rename_of_an_old_checkpoint(tmp_path: Path, place: str, names: str)
     assert torch.equal(head.weight, old.model["head"].weight)
 
 
+@pytest.mark.parametrize("rename", [None, {"model": "train", "optimizer": "rest"}])
+def test_a_plain_model_for_a_model_state(tmp_path: Path, rename: dict[str, str] | None) -> None:
+    old = trained("0 1 head")["train"]
+    parts = {"model": old.model, "optimizer": old.optimizers[0]}
+    snapshot = sync.Snapshot.take(tmp_path / "s", parts)
+    key = "model" if rename is None else "train"
+    app_state = {key: trained("0 1 head")["train"]}
+    with pytest.raises(IncompatibleState) as caught:
+        snapshot.restore(app_state, rename=rename)
+    whole = {"model": f"{key}/model", "optimizer": f"{key}/optim"}
+    assert list(caught.value.hints) == [
+        f"'{key}' is a plain model in the snapshot, and a ModelState in the app state: pass "
+        f"rename={whole} to Snapshot.restore"
+    ]
+    assert snapshot.restore(app_state, rename=whole).is_complete
+
+
 def test_the_rename_of_a_file_with_two_optimizers(tmp_path: Path) -> None:
     old = trained("0 1 head")["train"]
     state = old.optimizers[0].state_dict()

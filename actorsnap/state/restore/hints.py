@@ -54,11 +54,10 @@ class Hints:
         """Returns the keys that the snapshot has instead of ``absent``, and a rename from them."""
         shown = ", ".join(map(repr, absent))
         text = f"the snapshot has no {'key' if len(absent) == 1 else 'keys'} {shown}"
-        pairs = dict(self.rename) if isinstance(self.rename, Mapping) else {}
-        for old, new in pairs.items():
+        for old, new in self._merged({}).items():
             key, dot, rest = new.partition(".")
             if dot and key in map(escape, absent):
-                right = pairs | {old: f"{key}/{rest}"}
+                right = self._merged({}) | {old: f"{key}/{rest}"}
                 return f"{text}; a slash follows a key: write {right} in rename="
         origins: dict[str, str] = {}
         for key in absent:
@@ -71,11 +70,9 @@ class Hints:
         if origins:
             hint = did_you_mean(absent[0], near) if len(absent) == 1 else ""
             has_others = "key has another name" if len(absent) == 1 else "keys have other names"
-            for origin, new in origins.items():
-                pairs[_before(origin, pairs)] = new
             return (
-                f"{text}; {hint or f'{has}.'} If the {has_others} there, pass rename={pairs} to "
-                "Snapshot.restore"
+                f"{text}; {hint or f'{has}.'} If the {has_others} there, pass "
+                f"rename={self._merged(origins)} to Snapshot.restore"
             )
         found = [each for each in self.app_state if each in self.entries]
         if not found or (others and len(found) < len(absent)):
@@ -173,10 +170,25 @@ class Hints:
         return " ".join(hints)
 
     def _explain_model_state(self, key: str) -> str:
-        is_module = isinstance(self.app_state[key], torch.nn.Module)
-        if not is_module or not _is_of_model_state(key, self.entries[key]):
+        """Returns a hint if only one of the app state and the snapshot has a ``ModelState``."""
+        root, stateful = escape(key), self.app_state[key]
+        if isinstance(stateful, torch.nn.Module) and _is_of_model_state(key, self.entries[key]):
+            return f"a ModelState saved {key!r}: pass ModelState(model) instead of the model"
+        state = self.states[key] if self._is_model_state(key) else {}
+        if root not in _places_of([*map(escape, state.get("model", ()))], self.entries[key]):
             return ""
-        return f"a ModelState saved {key!r}: pass ModelState(model) instead of the model"
+        pairs = {root: f"{root}/model"}
+        if "optim" in state and (origin := self._origin_of("optim", _OPTIMIZER, ())):
+            pairs |= _pair(origin, f"{root}/optim")
+        return (
+            f"{key!r} is a plain model in the snapshot, and a ModelState in the app state: pass "
+            f"rename={self._merged(pairs)} to Snapshot.restore"
+        )
+
+    def _merged(self, pairs: Mapping[str, str]) -> dict[str, str]:
+        """Returns the user's rename with other pairs, whose origins it may have changed."""
+        own = dict(self.rename) if isinstance(self.rename, Mapping) else {}
+        return own | {_before(origin, own): new for origin, new in pairs.items()}
 
     def _explain_initial_lr(self, key: str, match: Match) -> str:
         """Empty, too, if the snapshot has others: then names differ."""
