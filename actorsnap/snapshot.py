@@ -557,8 +557,8 @@ class Snapshot(SnapshotHandle):
     async def tree(self, *, depth: int | None = None, rank: int | None = None) -> SnapshotTree:
         """Draws the contents of the snapshot: names, shapes, dtypes and sizes.
 
-        A list of values takes one line. Groups of similar leaves, as in an optimizer, are shown
-        once with their number, and so are similar ranks. ``get_manifest`` returns everything.
+        A list of values takes one line. Groups of similar leaves, as in an optimizer, and similar
+        ranks are shown once, with their number. ``get_manifest`` returns everything.
 
         Args:
             depth: Levels to show. Deeper levels are summed up. None: all levels.

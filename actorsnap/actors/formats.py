@@ -152,12 +152,12 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint of another format, as its reader describes it.
 
     Attributes:
-        format: Its name, for people.
+        format: Name of the format, for messages.
         manifests: In rank order, from 0 on. Keys of objects are those of ``Place.storage``; headers
-            have 0 bytes; there are no checksums. ``attempt`` is of no meaning.
+            have 0 bytes; there are no checksums. ``attempt`` has no meaning.
         metadata: See ``Snapshot.metadata``; any JSON object.
-        step: Of the training, if the files tell.
-        joined: Objects of the manifests that are no files, but pieces of files.
+        step: Training step, if the files record it.
+        joined: Objects of the manifests that consist of pieces of files.
         packed: Which of these are compressed. Their sizes in the manifests are ``Packed.size``.
     """
 
@@ -170,7 +170,7 @@ class Foreign(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def format_of(commit: Commit) -> str:
-    """Returns the format of what a commit stands for, for people."""
+    """Returns the name of the format that a commit represents, for messages."""
     if commit.version == NOT_OURS:
         return commit.attempt.rpartition("-")[0]
     return f"format {commit.version}"
@@ -180,7 +180,7 @@ class OpenForeign(msgspec.Struct, frozen=True, kw_only=True):
     """A checked ``Foreign``.
 
     Attributes:
-        commit: Stands for a commit object.
+        commit: Substitute for a commit object.
         files: All that it consists of, as they were found.
         file: See ``Place``.
     """
@@ -232,10 +232,10 @@ Reader: TypeAlias = Callable[[Place], Awaitable[Foreign | None]]
 
 
 async def open_foreign(place: Place) -> OpenForeign | None:
-    """Asks the readers, in order, for what is at a place; None if none of them knows it.
+    """Opens a place with the first reader that recognizes it; None if no reader does.
 
     Raises:
-        FormatError: It is of a known format, and damaged, or a reader refuses it.
+        FormatError: The format is known, but the files are damaged, or a reader refuses them.
         StorageError: Reading failed.
     """
     for name, value in (await place.run_blocking(_readers)).items():

@@ -189,7 +189,7 @@ class SnapshotReader:
             self.storage = self.foreign.over(self.storage, self.run_blocking)
 
     async def commit(self) -> Commit:
-        """Reads the commit object; of another format, what stands for it.
+        """Reads the commit object, or its substitute for another format.
 
         Raises:
             NotASnapshot: No snapshot is there; the message describes the content found instead.
@@ -210,7 +210,7 @@ class SnapshotReader:
         return self.foreign.commit
 
     async def own_commit(self) -> Commit:
-        """``commit`` without other formats: for callers that change what is there."""
+        """``commit`` without other formats, for callers that change the snapshot."""
         try:
             commit = await find_commit(self.storage)
         except StorageError as error:

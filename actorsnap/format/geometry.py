@@ -63,7 +63,7 @@ class Box(msgspec.Struct, frozen=True, gc=False):
         return Box(tuple(offsets), tuple(sizes))
 
     def contains(self, other: Box) -> bool:
-        """Whether this box contains ``other``, whose bounds count even if it is empty."""
+        """Returns whether this box contains ``other``. The bounds of an empty ``other`` count."""
         return all(
             a <= b and b + m <= a + n
             for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)

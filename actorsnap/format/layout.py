@@ -165,8 +165,10 @@ _SAFE_BYTES = frozenset(b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz01
 def data_key(
     attempt: str, key: str | None, rank: int, n: int, *, is_compressed: bool = False
 ) -> str:
-    """Returns the key of a rank's ``n``-th data object of the top-level ``key``; None: the one
-    of small keys."""
+    """Returns the key of a rank's ``n``-th data object of the top-level ``key``.
+
+    None: the object that small keys share.
+    """
     name = "=small" if key is None else safe_name(key)
     kind = _CHUNKS if is_compressed else ".safetensors"
     return f"{attempt}/data/{name}/{rank}-{n}{kind}"

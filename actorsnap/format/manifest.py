@@ -150,7 +150,7 @@ class Commit(Strict, frozen=True, kw_only=True, tag_field="format", tag=FORMAT_N
     metadata: dict[str, Any] = {}
 
     def record(self, rank: int) -> ManifestRecord | None:
-        """Returns what an older commit object says of a rank's manifest."""
+        """Returns the record of a rank's manifest in an older commit object."""
         return self.manifests[rank] if self.manifests else None
 
     def created_at(self) -> datetime:

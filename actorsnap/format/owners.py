@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The owner index: which ranks stored which boxes (``docs/format.md``, "Owner index").
 
-Each path stands in it once per kind: boxes that a mesh cuts follow from the mesh, irregular ones
-are listed, other entries are grouped by the ranks that stored them. So a mesh costs some bytes, for
+It has each path once per kind: boxes that a mesh cuts follow from the mesh, irregular ones are
+listed, other entries are grouped by the ranks that stored them. So a mesh costs a few bytes, for
 any number of ranks. Must not know how it is computed or used (``planning.ownership``).
 """
 

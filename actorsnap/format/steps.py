@@ -2,21 +2,20 @@
 """Names and records at a root, which holds the snapshots of one training run.
 
     <root>/step-0000000500.g8/           a snapshot: step 500, saved by generation 8
-    <root>/.manager/runs/00000008.json   ``RunRecord``: who generation 8 is
+    <root>/.manager/runs/00000008.json   ``RunRecord``: the process of generation 8
     <root>/.manager/deleting/step-0000000500.g8.json   ``DeleteIntent``: it is being deleted
     <root>/.manager/marks/step-0000000500.g8/pin-00000000-<nonce>.json       ``PinMark``
     <root>/.manager/marks/step-0000000500.g8/metrics-00000001-<nonce>.json   ``MetricsMark``
 
-A *generation* is a number per manager that began to write at the root. It is a part of each name,
-so a name is never used again for other content: a run that goes back to step 300 and saves step 500
-again does so under another name. Generations order runs without clocks.
+Each manager that begins to write at the root gets a number, its *generation*. It is a part of each
+name, so a name is never reused for other content: a run that goes back to step 300 and saves step
+500 again uses another name. Generations order runs without clocks.
 
-A *mark* is a fact about a snapshot that came after it. Each is an object of its own, which is never
-changed, so marks of several writers need no lock: readers merge them. A mark's number is the number
-of marks that its writer saw, so a later one has the greater number, without clocks.
+A *mark* is a fact that was added to a snapshot after its commit. Each mark is a separate object
+that never changes, so several writers need no lock: readers merge the marks. A mark's number is the
+number of marks that its writer saw, so later marks have greater numbers, without clocks.
 
-Records are sealed as commit objects are. Unknown fields are skipped, so a record may get fields
-that older releases do not know.
+Records are sealed like commit objects. Unknown fields are skipped, so newer releases may add some.
 """
 
 from __future__ import annotations

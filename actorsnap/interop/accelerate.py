@@ -122,7 +122,7 @@ def async_save_state(
     storage_options: Mapping[str, Any] | None = None,
     options: Options | None = None,
 ) -> sync.PendingSnapshot:
-    """``save_state`` that returns when the state is copied; the rest goes on in the background.
+    """Like ``save_state``, but returns when the state is copied, and continues in the background.
 
     Raises: See ``save_state``; failures after the return are raised by ``PendingSnapshot.wait``.
     """

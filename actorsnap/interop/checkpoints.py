@@ -30,7 +30,7 @@ from actorsnap.state.process_group import Group
 logger = Log(__name__)
 
 REPLACED = ".replaced"
-"""Ends the name of a file that stood at the path of a checkpoint, until that is committed."""
+"""Suffix of a file that a checkpoint replaces, until the checkpoint is committed."""
 
 _FILES = (".ckpt", ".pt", ".pth")
 """Endings of files that ``torch.save`` wrote for a framework."""
@@ -127,7 +127,7 @@ class Checkpoints:
     def remove(self, path: str | os.PathLike[str]) -> None:
         """Deletes a checkpoint, once the save in flight is committed.
 
-        Failures are logged: training goes on without the space.
+        Failures are logged, and training continues with less free space.
         """
         self._removals.append(os.fspath(path))
         if self.pending is None:

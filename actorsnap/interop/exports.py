@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writes snapshots as checkpoints of ``torch.save`` and of torch.distributed.checkpoint (DCP).
 
-The pickles of these formats are the only ones that this package writes without being asked for
-``allow_pickle``: of dense tensors and plain values. Anything else is refused, by its path, before a
-byte is written. Data is read and compared with its checksums, and streamed within
-``Options.memory_budget_bytes``.
+This package writes no other pickles without ``allow_pickle``. These contain only dense tensors and
+plain values; anything else raises an error with its path, before a byte is written. Data is read,
+compared with its checksums, and streamed within ``Options.memory_budget_bytes``.
 """
 
 from __future__ import annotations

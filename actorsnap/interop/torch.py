@@ -3,8 +3,8 @@
 
     from actorsnap.interop.torch import load, save
 
-in place of ``torch.save`` and ``torch.load``, for dicts, lists and tuples of tensors and plain
-values. Each call is one process's own, also in a job of many ranks: it waits for nobody.
+replaces ``torch.save`` and ``torch.load``, for dicts, lists and tuples of tensors and plain values.
+Each call concerns only its own process: even in a job of many ranks, it waits for no other rank.
 """
 
 from __future__ import annotations

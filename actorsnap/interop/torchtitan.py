@@ -190,7 +190,7 @@ class OverSnapshots:
             self.states[MODEL].load_state_dict(state_dict)
 
     def _find_load_step(self, folder: str = "") -> int:
-        """Returns the greatest step whose snapshot is whole, on all ranks alike; -1 if none is.
+        """Returns the greatest step with an intact snapshot, the same on all ranks; -1 without one.
 
         Raises:
             NoValidSnapshot: There are snapshots, but all are damaged.
@@ -204,7 +204,7 @@ class OverSnapshots:
         return found
 
     def _purge_stale_checkpoints(self) -> None:
-        """Deletes, in the background, what is older than the ``keep_latest_k`` newest whole ones.
+        """Deletes snapshots older than the ``keep_latest_k`` newest intact ones, in the background.
 
         A save in flight does not count. Only snapshots are deleted, the commit object first. After
         a rewind the greatest steps are not the latest: the newest by step stay, and by time.
@@ -341,7 +341,7 @@ def _step_folders(folder: str) -> list[tuple[int, str]]:
 
 
 def _snapshots(folder: str) -> list[_Found]:
-    """Returns those whose commit object is not damaged."""
+    """Returns the snapshots with an undamaged commit object."""
     found: list[_Found] = []
     listed = run_sync(find_snapshots(_source(folder)), name="CheckpointManager.save")
     for name, commit in listed.items():

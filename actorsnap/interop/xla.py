@@ -39,13 +39,13 @@ class CheckpointManager:
     Args:
         path: A folder or URL for this run only.
         save_interval: Steps between saves; step 0 is saved.
-        max_to_keep: Number of snapshots that stay, by age; 0 keeps all. The one restored from stays
-            as well.
+        max_to_keep: Number of newest snapshots to keep, in addition to the restored one; 0 keeps
+            all.
         max_pending_async: Saves in flight. ``save_async`` waits for the oldest of them first.
         num_of_threads: Has no effect: ``Options`` sizes the workers.
         process_group: The ranks that save together; see ``Snapshot.take``. No group is required.
         chkpt_on_preemption: Save once after a SIGTERM, at one step on all ranks. Needs the main
-            thread; elsewhere a warning says that signals are not watched.
+            thread; in other threads, a warning is logged, and signals are not watched.
 
     Raises:
         UsageError: An argument is invalid.

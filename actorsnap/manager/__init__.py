@@ -374,7 +374,7 @@ class CheckpointManager(ManagerHandle):
             allow_fresh: Return None instead of raising ``NoValidSnapshot``.
 
         Returns:
-            None if nothing was ever committed at the root: a fresh start.
+            The restored snapshot, or None if nothing was ever committed at the root.
 
         Raises:
             NoValidSnapshot: There are snapshots, but none is intact. The error lists each with its
@@ -530,7 +530,7 @@ class CheckpointManager(ManagerHandle):
     async def unpin(self, step: int | StepName | Pin, reason: str | None = None) -> None:
         """Removes a pin, or all pins of a step if they have the same reason.
 
-        Also of a snapshot that is damaged or cannot be read.
+        Works for a damaged or unreadable snapshot, too.
 
         Args:
             step: The result of ``pin``, or a step.

@@ -302,7 +302,7 @@ class Asking:
         self._wishes.saved(call)
 
     def has_begun(self, save: Save, step: int, begun_s: float) -> None:
-        """The save is staged, and the trainer goes on."""
+        """Notes that the save is staged and the trainer continues."""
         now = time.monotonic()
         self._last_save = save
         self._is_saving = False

@@ -172,7 +172,7 @@ class ManagerBody:
         )
 
     def maybe_save(self, step: int, reason: str, given: Given) -> Script[tuple[str, Save | None]]:
-        """Saves if ``reason``, of ``due``, or rank 0 says so."""
+        """Saves if ``due`` gave a ``reason``, or rank 0 asks for a save."""
         step = check_training_step(step)
         asked = yield from self.asking.serve(given.metrics, is_due=bool(reason))
         reason = ", ".join(filter(None, [reason, asked]))
@@ -444,7 +444,7 @@ class ManagerBody:
             await place.source.close()
 
     def _save_at_end(self, asked: str) -> Script[None]:
-        """Saves the last step if a policy or a request says so."""
+        """Saves the last step if a policy or a request asks for it."""
         calls = self.asking.calls
         at_end = "" if calls.is_late else self._settings.save.at_end()
         reason = ", ".join(filter(None, [at_end, asked]))

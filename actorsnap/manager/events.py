@@ -41,8 +41,8 @@ class EventKind(StrEnum):
     AGREED = "agreed"
     """The ranks agreed on a call; the detail has its number and the reason."""
     NOT_AGREED = "not_agreed"
-    """They did not, and training goes on. Rank 0 will ask again, unless a rank has closed the
-    manager."""
+    """The ranks did not agree, and training continues. Rank 0 will ask again, unless a rank has
+    closed the manager."""
     UNSERVED = "unserved"
     """The manager was closed before a save that was asked for; the detail is the reason."""
 

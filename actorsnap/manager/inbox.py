@@ -33,7 +33,7 @@ async def put_request(opened: OpenSource, reason: str) -> None:
 
 
 async def take_requests(root: Root) -> list[str]:
-    """Returns the reasons, and removes the requests. One listing if there are none."""
+    """Returns the reasons and removes the requests. Without requests, only lists the folder."""
     found: list[str] = []
     async with root.source.opened(Host.get(), "look for requests") as opened:
         storage = opened.storage

@@ -65,7 +65,7 @@ Commits: TypeAlias = Mapping[StepName, Commit | FormatError | StorageError]
 """Commit objects, or why they cannot be read."""
 
 MAX_PASS_S = 120.0
-"""Bound of the deletions of one pass; the next one goes on."""
+"""Time limit on the deletions of one pass, in seconds. The next pass continues."""
 
 
 _MAX_NAMED = 4
@@ -94,7 +94,7 @@ class Search:
         self._skipped: dict[str, str] = {}
 
     def following(self, failure: Exception | None) -> Script[Any]:
-        """Returns the next candidate, after ``failure`` of the one before.
+        """Returns the next candidate. ``failure`` is the error of the previous one.
 
         Raises:
             NoValidSnapshot: There are snapshots, but none is whole.
@@ -150,7 +150,7 @@ class Search:
         return bool(problems)
 
     def _skip(self, damage: str | None) -> None:
-        """Goes on to the next place, then to an older snapshot. None: it is not at this one."""
+        """Moves to the next place, then to an older snapshot. None: it is not at this place."""
         name, places = self._current, self._root.places
         assert name is not None
         if damage is not None:
@@ -228,7 +228,7 @@ async def _warn_of_other_checkpoints(opened: OpenSource) -> None:
 class StepSearch(Search):
     """Finds the nearest whole copy of one snapshot. On rank 0.
 
-    The root's own copy is not looked at: restoring it reports what is wrong.
+    Does not check the root's own copy: restoring it reports the damage.
     """
 
     def __init__(self, root: Root, find: Callable[[], Script[StepName]]) -> None:
@@ -236,7 +236,7 @@ class StepSearch(Search):
         self._find = find
 
     def following(self, failure: Exception | None) -> Script[Any]:
-        """Returns the nearest copy, after ``failure`` of the one before.
+        """Returns the nearest copy. ``failure`` is the error of the previous one.
 
         Raises:
             Exception: ``failure``, if another copy would not help.
@@ -540,7 +540,7 @@ class Keeper:
         return [found[name] for name in run]
 
     def _protected(self, listing: Listing, facts: Mapping[StepName, Facts]) -> dict[StepName, str]:
-        """Returns what stays whatever the policy is, with the reasons."""
+        """Returns the steps that every policy keeps, with the reasons."""
         # The manager of the newest run may still need what it continued.
         continued = listing.parents.get(listing.newest_generation)
         protected = {
@@ -576,7 +576,7 @@ class Keeper:
         heeds_pins: bool = True,
         before: Callable[[StepName], Awaitable[None]] | None = None,
     ) -> None:
-        """Deletes for a bounded time: the next pass goes on."""
+        """Deletes for a limited time. The next pass continues."""
         deleter = Deleter(
             *(self._root, opened, listing, generation, result),
             heeds_pins=heeds_pins,

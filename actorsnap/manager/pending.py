@@ -23,7 +23,7 @@ class PendingSaves:
         label: Returns the beginning of log lines.
 
     Attributes:
-        names: Of the saves.
+        names: Names of the saves in flight.
         committed: The step of the last save that was awaited and is committed.
         failure: The first failure that was not raised yet.
     """
@@ -42,7 +42,7 @@ class PendingSaves:
         self._saves.append((name, save))
 
     def wait(self) -> Script[None]:
-        """Waits for all. Ends alike on all ranks.
+        """Waits for all saves. Ends in the same way on all ranks.
 
         Raises:
             ActorSnapError: The first failure. The others are logged.
@@ -51,7 +51,7 @@ class PendingSaves:
         self.raise_failure()
 
     def wait_until(self, num_left: int) -> Script[None]:
-        """Waits for the oldest until ``num_left`` are in flight. Keeps failures."""
+        """Waits for the oldest saves until ``num_left`` are in flight. Keeps failures."""
         while len(self._saves) > num_left:
             yield from self._wait_for_oldest()
 

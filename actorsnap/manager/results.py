@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from actorsnap.runtime.restore import RestoreReport
 
 Metrics = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
-"""Numbers by name; a callable is called on every rank, and only for a step that is saved. With
-``every.improvement`` rank 0 calls it for each step."""
+"""Numbers by name, or a callable, which is called on every rank if the step is saved. With
+``every.improvement``, rank 0 calls it at each step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +186,7 @@ def check_keep(policy: object) -> None:
 
 
 def check_training_step(step: object) -> int:
-    """Returns the step as an int; other integer types, as of numpy, count too."""
+    """Returns the step as an int. Accepts other integer types, such as numpy's."""
     if type(step) is int and 0 <= step <= MAX_STEP:
         return step
     if isinstance(step, SupportsIndex) and type(step) not in (int, bool):

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tier: a fast place for new snapshots of a root, which are copied to the root later.
 
-The root is the authority: generations, marks and the fence between managers are there alone. A tier
-has snapshots by the same names, and for each of its generations a copy of the root's run record. By
-it a manager recognises its tier, and refuses that of another root; and nothing that knows the tier
-only deletes there.
+The root is the authority: only the root has generations, marks and the fence between managers. A
+tier has snapshots with the same names, and for each of its generations a copy of the root's run
+record. The copy lets a manager recognise its tier and refuse that of another root. Programs that
+know only the tier delete nothing there.
 
 A snapshot is saved to the tier, verified there, and *drained*: copied to the root and verified
-again. What is at the tier and not whole at the root is never deleted there. Nor does the root give
-up a snapshot that the tier still has: it would look like one to drain.
+again. A snapshot that is not whole at the root is never deleted at the tier. The root keeps a
+snapshot that the tier still has: otherwise, it would look like one to drain.
 """
 
 from __future__ import annotations
@@ -428,7 +428,7 @@ class TieredKeeper(Keeper):
             logger.warning("%s: nothing was deleted: %s", self._tier.url, describe(error))
 
     async def _clear_tier(self, opened: OpenSource) -> None:
-        """Deletes at the tier what is whole at the root, except the newest of the run."""
+        """Deletes the tier's snapshots that are whole at the root, except the newest of the run."""
         generation = self.generation
         listing = await self._root.list(opened)
         if generation is None or self._looks_superseded(listing):

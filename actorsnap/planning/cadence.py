@@ -156,11 +156,11 @@ class SaveCustom(SavePolicy):
 
 @dataclass(frozen=True, slots=True)
 class SaveHistory:
-    """What asked policies judge by.
+    """Times and numbers by which ``AskedPolicy`` objects judge.
 
     Attributes:
         begun_s: When the last save was begun, or the first call was made.
-        num_saves: Begun so far.
+        num_saves: Number of saves begun so far.
         is_pending: The last save is not stored yet.
         stored_s: When the last save was stored.
         cost_s: Time that the last stored save cost the trainer; None before the first one.
@@ -182,7 +182,7 @@ class AskedPolicy(SavePolicy):
         return ""
 
     def due_s(self, history: SaveHistory) -> float:
-        """Returns the time from which on a save is due; infinite if no clock makes one due."""
+        """Returns the time from which a save is due; infinite if no clock makes one due."""
         return math.inf
 
     @property
@@ -347,7 +347,7 @@ class Improvements:
 
 
 _NUM_STEPS = 16
-"""Latest steps whose median counts."""
+"""Number of latest steps for the median."""
 
 
 class SaveCosts:
@@ -356,7 +356,7 @@ class SaveCosts:
     Attributes:
         step_s: Median of the latest steps without a save in flight; 0 if there was none.
         blocked_s: Time for which the last save blocked the trainer.
-        save_s: From the last save's begin until it was committed.
+        save_s: Time from the start of the last save to its commit.
         slowdown_s: Extra time of the steps while the last save was in flight.
     """
 
@@ -378,7 +378,7 @@ class SaveCosts:
         return self.blocked_s + self.slowdown_s
 
     def enter(self, now_s: float, *, is_pending: bool) -> None:
-        """A call of ``maybe_save`` begins, and so a step has ended."""
+        """Notes the beginning of a ``maybe_save`` call, which ends a step."""
         left_s = self._left_s
         if left_s is not None:
             if is_pending:
@@ -389,16 +389,16 @@ class SaveCosts:
         self._left_s = now_s
 
     def leave(self, now_s: float) -> None:
-        """The call has ended later than it began."""
+        """Notes the end of the call."""
         self._left_s = now_s
 
     def staged(self, blocked_s: float) -> None:
-        """A save was begun; the trainer goes on."""
+        """Notes that a save is staged and the trainer continues."""
         self.blocked_s = blocked_s
         self._during_s, self._num_during = 0.0, 0
 
     def stored(self, save_s: float) -> None:
-        """That save is committed."""
+        """Notes that this save is committed."""
         self.save_s = save_s
         self.slowdown_s = max(0.0, self._during_s - self._num_during * self.step_s)
 
@@ -407,7 +407,7 @@ class SaveCosts:
 
         Args:
             num_steps: Steps until it begins.
-            in_flight_s: Age of a save in flight, which must end first; None: there is none.
+            in_flight_s: Age of a save in flight, which must end first; None without one.
         """
         wait_s = 0.0 if in_flight_s is None else max(0.0, self.save_s - in_flight_s)
         needed_s = num_steps * self.step_s + wait_s + self.blocked_s + _SAFETY * self.save_s
@@ -415,7 +415,7 @@ class SaveCosts:
 
 
 _SAFETY = 1.5
-"""Factor on the seconds of the last save."""
+"""Factor on the duration of the last save."""
 
 
 @short_namespace

@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What stays at a root: the timeline of a run, retention policies, and a verdict on each step.
+"""Decides which steps a root keeps: timeline of a run, retention policies, a verdict on each step.
 
 Policies are pure functions of the stored steps. They have no memory, no clock and no storage, so a
 new manager decides as the last one did. ``a | b`` keeps the steps that ``a`` keeps and those that
 ``b`` keeps. For every policy, and for ``custom`` if its function has the same properties:
 
-1. Judging the kept steps lets nothing more go, also if other policies or protections kept more.
-2. A step that goes is not wanted again, however many newer steps come.
+1. Judging the kept steps again deletes nothing more, even if other policies or protections kept
+more.
+2. A deleted step is not wanted again, however many newer steps come.
 
-Hence grids are absolute, and each cell keeps its *first* step: of ``step // k``, or of an hour in
-UTC. A distance between kept steps, or the last step of a cell, depends on the other steps.
+This is why grids are absolute, and each cell keeps its *first* step: of ``step // k``, or of an
+hour in UTC. A distance between kept steps, or the last step of a cell, depends on other steps.
 
 Clocks differ between machines, and jump. So times are first made monotone along the timeline: no
 step is earlier than the one before it. Only grids of time and ``newer_than`` use them.
@@ -104,12 +105,12 @@ def unread_run(
 ) -> int | None:
     """Returns the run whose record must be read to find the newest wanted snapshot, if any.
 
-    So the end of a timeline of hundreds of runs is found by few reads.
+    Finds the end of a timeline of hundreds of runs with few reads.
 
     Args:
-        names: As of ``timeline``.
-        generations: Those with a run record.
-        parents: Of the records that were read.
+        names: See ``timeline``.
+        generations: Generations with a run record.
+        parents: See ``timeline``; only from the records read so far.
     """
     stored = {name.generation for name in names}
     newest = max(stored, default=0)
@@ -138,17 +139,17 @@ def leftovers(
     damaged: Collection[StepName],
     generation: int,
 ) -> set[StepName]:
-    """Returns the names of deletions and saves that did not end; a pass of a manager ends them.
+    """Returns the names of unfinished deletions and saves, which a manager's pass cleans up.
 
-    A folder without a commit object goes if no later save can take its name: it is of an earlier
-    generation, or of an earlier step than the newest one of ``generation``. The intent of a
-    committed snapshot goes: the reason for the deletion may no longer hold.
+    A folder without a commit object is deleted if no later save can take its name: it has an
+    earlier generation, or an earlier step than the newest one of ``generation``. The intent of a
+    committed snapshot is deleted: the reason for the deletion may no longer hold.
 
     Args:
         names: Folders at the root, without saves in flight.
         intents: Deletions that have begun.
         damaged: Names whose commit object cannot be read.
-        generation: Of the manager.
+        generation: The manager's generation.
     """
     stored = {*committed, *damaged}
     own = [name.step for name in stored if name.generation == generation]
@@ -205,8 +206,8 @@ def kept_metrics(policy: KeepPolicy) -> list[str]:
 def unmeasured(policy: KeepPolicy, verdicts: Iterable[Verdict]) -> dict[str, int]:
     """Counts the steps that stay only because they lack a metric, by metric.
 
-    Up to ``pending`` steps wait in an ordinary run, and one more for the metric that comes next:
-    metrics with so few are left out.
+    In an ordinary run, up to ``pending`` steps wait, and one more whose metric comes next. Metrics
+    with no more than these are left out.
     """
     parts = _best_parts(policy)
     waiting = {part.waiting for part in parts}
@@ -559,8 +560,8 @@ def judge(
 ) -> list[Verdict]:
     """Returns a verdict on each step, in the same order.
 
-    Whatever the policy decides: the newest step, the newest verified one and the ``min_valid``
-    newest verified ones stay. Nothing goes while fewer are verified.
+    Under any policy, the newest step, the newest verified one and the ``min_valid`` newest verified
+    ones stay. Nothing is deleted while fewer are verified.
 
     Args:
         steps: In timeline order, oldest first.
@@ -597,7 +598,7 @@ def metric_value(value: object) -> float:
     """Returns a metric as a float: a number, or a tensor or numpy array with one element.
 
     Raises:
-        TypeError: It is anything else; bool and str are no metrics.
+        TypeError: The value is anything else, such as a bool or str.
     """
     try:
         item = getattr(value, "item", None)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the marks of a snapshot mean together: its late metrics, and who pinned it.
+"""Merges the marks of a snapshot: its late metrics and its pins.
 
 Marks are merged in the order of their numbers, so all readers get the same result. An expiry counts
 by the storage's clock, where it has one: from the time at which the mark was stored.
@@ -58,7 +58,7 @@ class StoredMark:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What the marks of a snapshot say: the newest value of each metric, and all pins."""
+    """The merged marks of a snapshot: the newest value of each metric, and all pins."""
 
     metrics: Mapping[str, float | str] = field(default_factory=dict)
     pins: tuple[Pin, ...] = ()

@@ -6,11 +6,11 @@ Calls are counted, not steps: all ranks make the same calls. Rank 0 invites all 
 call until the answer: the greatest number plus one, or never.
 
 1. No rank can have entered the agreed call: a rank that has arrived enters one more call at most,
-and waits in it. So there is no race, whatever the delays.
+and waits in it. So there is no race, regardless of delays.
 2. The runtime's thread arrives, so a rank whose trainer waits for other ranks answers too.
-3. ``close`` is the last call. After it a rank answers that it is closed, and nothing is agreed.
-4. The answer is the same on all ranks, and so is its effect: whether a save was begun since is
-known to each of them by the number of the call.
+3. ``close`` is the last call. After it, a rank answers that it is closed, and nothing is agreed.
+4. The answer and its effect are the same on all ranks: each rank knows from the number of the call
+whether a save has begun since.
 
 Must not know clocks: their readings are handed in.
 """
@@ -30,7 +30,7 @@ class Entered(msgspec.Struct, frozen=True, array_like=True):
     """A rank's payload: the number of calls that it has entered.
 
     Attributes:
-        is_closed: It makes no more calls.
+        is_closed: Whether the rank makes no more calls.
     """
 
     calls: int

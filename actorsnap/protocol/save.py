@@ -74,7 +74,7 @@ class Assignment(msgspec.Struct, frozen=True, array_like=True):
             ``surrogatepass``.
         plan: None if the rank remembers it.
         save: The part of the commit object that the rank's manifest repeats.
-        resumed: Dead attempts, newest first, whose objects are not sent again.
+        resumed: Dead attempts, newest first. Their objects are not sent again.
         shares_objects: The rank takes part in rounds 1 and 2.
     """
 

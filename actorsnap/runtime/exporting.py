@@ -53,11 +53,11 @@ from actorsnap.storage.base import ObjectWriter, Storage, for_each
 logger = Log(__name__)
 
 _CARRIERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-"""dtypes that move elements of a size unchanged."""
+"""dtypes by element size that move elements unchanged."""
 
 
 _CAST_ELEMENTS = 1 << 18
-"""Converted at a time."""
+"""Number of elements converted at a time."""
 
 
 class ExportReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -119,16 +119,16 @@ class StoredBytes:
 
     @property
     def row_bytes(self) -> int:
-        """A length at whose multiples the bytes are well cut, for reads of whole blocks."""
+        """Length in bytes. Cuts at its multiples let reads cover whole blocks."""
         if len(self.shape) == 1:
             return MAX_BLOCK_BYTES
         row = max(1, prod(self.shape[1:]))
         return max(1, MAX_BLOCK_BYTES // row) * row
 
     def pieces(self) -> list[tuple[int, Stored]]:
-        """Returns the places of stored ranges that are the bytes, one after the other.
+        """Returns the stored ranges that make up the bytes in order, each with its position.
 
-        Empty if they are not: of a tensor that is cut along another dim than the first.
+        Empty if there are none, as for a tensor that is cut along another dim than the first.
         """
         whole = Box.whole(self.shape)
         found: list[tuple[int, Stored]] = []
@@ -238,7 +238,7 @@ class Body:
 
     @property
     def crc32c(self) -> int | None:
-        """By the snapshot's checksums; None if they do not tell."""
+        """CRC32C, combined from the snapshot's checksums; None if these do not suffice."""
         if not self.is_verbatim or self.skip or self.nbytes != self.stored.nbytes:
             return 0 if not self.nbytes else None
         value, left = 0, self.nbytes
@@ -251,7 +251,7 @@ class Body:
         return None if left else value
 
     def note_crc32(self, start: int, view: memoryview) -> None:
-        """Blocks; ``finish_crc32`` then, on the loop."""
+        """Blocks. Call ``finish_crc32`` on the loop afterwards."""
         self._sums[start] = zlib.crc32(view), len(view)
 
     def finish_crc32(self, nbytes: int) -> None:
@@ -260,7 +260,7 @@ class Body:
             self._is_summed.set()
 
     async def crc32(self) -> int:
-        """Waits until all its bytes were read."""
+        """Waits until all bytes are read, then returns their CRC32."""
         if not self._is_summed.is_set():  # waiting would be a turn of the loop per tensor
             await self._is_summed.wait()
         value = 0
@@ -277,7 +277,7 @@ class Known(msgspec.Struct, frozen=True, eq=False):
 
 
 class Late(msgspec.Struct, frozen=True, eq=False):
-    """``size`` bytes that are known when bodies before them in the file were read."""
+    """``size`` bytes that are known once the earlier bodies of the file are read."""
 
     size: int
     make: Callable[[], Awaitable[bytes]]
@@ -317,7 +317,7 @@ class Exporter:
 
     Attributes:
         files, nbytes, copied_bytes: See ``ExportReport``.
-        done_bytes, total_bytes: Of all files that were given.
+        done_bytes, total_bytes: Bytes of all files passed so far.
     """
 
     def __init__(self, opened: OpenSource, target: Storage) -> None:
@@ -336,7 +336,7 @@ class Exporter:
         self.nbytes = self.copied_bytes = self.done_bytes = self.total_bytes = 0
 
     async def copies_whole_objects(self, sample: str) -> bool:
-        """Whether the storage copies objects, but no ranges of them."""
+        """Returns whether the storage copies whole objects, but not ranges of them."""
         if self._target.capabilities.min_copy_bytes is not None or sample in self.joined:
             return False
         probe = await self._target.copying_writer("=", 0, source=self._storage, sample=sample)
@@ -362,8 +362,8 @@ class Exporter:
         """Deletes older files, the first key first.
 
         Raises:
-            ObjectExists: There are some, and ``overwrite`` is false.
-            UsageError: They are what is exported.
+            ObjectExists: There are older files, and ``overwrite`` is false.
+            UsageError: The older files are the source of the export.
         """
         target, foreign = self._target, self.opened.reader.foreign
         if keys and not overwrite:

@@ -97,8 +97,8 @@ class AwsNotices(PollingWatcher):
     Uses IMDSv2. In a container the instance needs a hop limit of 2.
 
     Args:
-        rebalance: Takes rebalance recommendations for notices as well. They say that an
-            interruption is more likely than before, not that or when there will be one.
+        rebalance: Treats rebalance recommendations as notices, too. They mean that an
+            interruption has become more likely, not that one is certain.
         endpoint: URL of the metadata server.
     """
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Marks of snapshots at a root: puts, merges and removes them. See ``format.steps``.
 
-A pin and a deletion can meet. The deletion stores its intent, then lists the marks; who pins stores
-the mark, then looks for an intent. So one of the two sees the other: the deletion spares the
-snapshot, or the pin waits for the end of the deletion and looks whether the snapshot is still
-there.
+A pin and a deletion can run at the same time. The deletion stores its intent, then lists the marks;
+the pin stores its mark, then looks for an intent. So one of the two sees the other: the deletion
+spares the snapshot, or the pin waits for the end of the deletion and checks whether the snapshot
+still exists.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ _MIN_ALIKE = 4
 """Groups next to each other that are shown once, if they hold the same leaves."""
 
 _MANY_RANKS = 8
-"""Of more ranks, trees that are alike are shown once."""
+"""With more ranks, equal trees are shown once."""
 
 _SPOOL_BYTES = 16 << 20
 
@@ -56,7 +56,7 @@ class ListedLeaf:
 
     @property
     def counts(self) -> bool:
-        """It is a leaf of the app state, not a container."""
+        """Whether this is a leaf of the app state, not a container."""
         return not isinstance(self.entry, ContainerEntry)
 
     @property
@@ -186,11 +186,11 @@ def tree_of(leaves: Mapping[str, ListedLeaf]) -> Node:
 
 
 def fold(root: Node) -> None:
-    """Shortens what optimizers have much of: lists of values, and groups of leaves alike.
+    """Shortens lists of values and groups of similar leaves, which optimizers have many of.
 
     A list or tuple of plain values becomes one line. Of ``_MIN_ALIKE`` or more groups next to each
-    other that hold leaves of the same names and kinds (in any shape), the first stays, and one
-    line counts the others, and says if their sizes differ.
+    other that hold leaves of the same names and kinds (in any shape), the first stays. One line
+    counts the others, and notes whether their sizes differ.
     """
     nodes = [root]
     for node in nodes:  # grows: parents come before children
@@ -297,8 +297,8 @@ class Trees:
         max_depth: None: all levels.
         is_folded: See ``fold``.
 
-    Of many ranks, one whose leaves are those of an earlier rank, at other offsets or with other
-    values, is only counted.
+    With many ranks, a rank is only counted if an earlier one has the same leaves, perhaps at other
+    offsets or with other values.
     """
 
     def __init__(self, max_depth: int | None = None, *, is_folded: bool = True) -> None:

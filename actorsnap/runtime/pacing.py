@@ -64,7 +64,7 @@ def paced(options: Options, stored: Callable[[], float]) -> Iterator[Pace | None
     """Applies ``max_slowdown`` to other work than a save. On the runtime's loop.
 
     Args:
-        stored: Returns the stored share of the bytes: from half of ``timeout_s`` on, nothing rests.
+        stored: Returns the stored share of the bytes. After half of ``timeout_s``, nothing pauses.
 
     Yields:
         The pace for the chunks of the work; None without ``max_slowdown``.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The index of a snapshot of many ranks, as far as one rank wants it.
 
-Before the rank knows what it wants, it reads the owner index; then its own manifest, and those of
-the ranks that have the rest. Without an owner index it reads all of them. They are read in batches,
-and what is not wanted of them is dropped.
+A rank first reads the owner index; then its own manifest, and those of the ranks that have the
+rest. Without an owner index, it reads all manifests. They are read in batches, and unwanted entries
+are dropped.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from actorsnap.planning.ownership import OwnerIndex
 from actorsnap.storage.base import RunBlocking, for_each
 
 FEW_RANKS = 16
-"""So many manifests are read at once: an owner index would save little."""
+"""Number of ranks up to which all manifests are read: an owner index would save little."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -141,7 +141,7 @@ class Topic:
             self.name = hashlib.blake2b(scope.encode(), digest_size=8).digest()
 
     def leave(self, how: str) -> None:
-        """Fails later calls of the other ranks; ``how`` tells them why. Does not wait."""
+        """Makes later calls of the other ranks fail; ``how`` is the reason. Does not wait."""
         if self._team is not None:
             self._team.leave(self.name, how)
 

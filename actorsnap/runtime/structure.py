@@ -12,7 +12,7 @@ from actorsnap.protocol.uploader import Structure
 from actorsnap.state.sources import Captured, HostMemory, Leaf, Part
 
 _ELSEWHERE = HostMemory(0, 0, None)
-"""Of leaves whose bytes come through the arena."""
+"""Placeholder for leaves whose bytes come through the arena."""
 
 
 class Described(msgspec.Struct, frozen=True):

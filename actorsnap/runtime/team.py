@@ -173,7 +173,7 @@ class Team(TeamMemory):
         return Membership(self, call)
 
     def leave(self, topic: bytes, how: str) -> None:
-        """Tells the others that this rank makes no more calls about ``topic``.
+        """Informs the others that this rank makes no more calls about ``topic``.
 
         From any thread; does not wait.
         """

@@ -205,7 +205,7 @@ class _MemoryWatch:
 
 
 def _resident_bytes() -> int:
-    """Returns 0 if the system does not tell."""
+    """Returns the resident memory of this process; 0 if the system does not report it."""
     with suppress(OSError):
         return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGESIZE")
     return 0

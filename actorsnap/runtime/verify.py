@@ -154,8 +154,8 @@ class DataCheck:
 
     Attributes:
         num_objects: Data objects checked.
-        nbytes: Of intact objects; 0 if ``quick``.
-        done_bytes: Of leaves, read so far.
+        nbytes: Bytes of intact objects; 0 if ``quick``.
+        done_bytes: Bytes of leaves that were read so far.
     """
 
     opened: OpenSource

@@ -80,7 +80,7 @@ def class_of(value: object) -> tuple[str, str]:
 
 
 def class_name(module: str, qualname: str) -> str:
-    """Returns the name for people, without the control characters that a snapshot may put there."""
+    """Returns a printable name, without control characters that a snapshot may contain."""
     return repr(f"{module}.{qualname}")[1:-1]
 
 
@@ -110,7 +110,7 @@ def fields_of_member(member: Enum) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Rebuild:
-    """How records come back.
+    """How a restore rebuilds records.
 
     Attributes:
         types: The allowed classes, by module and qualified name.
@@ -125,7 +125,7 @@ class Rebuild:
         return cls({(kind.__module__, kind.__qualname__): kind for kind in types}, is_strict)
 
     def why_not(self, module: str, qualname: str, names: Iterable[str]) -> str | None:
-        """Returns why no record with these fields is rebuilt; None if it may be."""
+        """Returns why a record with these fields cannot be rebuilt, or None if it can."""
         kind: Any = self.types.get((module, qualname))
         if kind is None:
             if not self.is_strict:

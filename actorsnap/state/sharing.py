@@ -94,7 +94,7 @@ class Region(msgspec.Struct, frozen=True, gc=False):
 
 
 def memory_of(tensor: torch.Tensor) -> Region:
-    """Also of a lazily conjugated tensor."""
+    """Returns the region of a tensor, lazily conjugated or not."""
     return Region(tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tensor.stride())
 
 

@@ -573,7 +573,7 @@ def translate_error(
 
 
 def is_wrong_key(error: Exception) -> bool:
-    """Returns whether there are no credentials, or wrong ones. The error says nothing else."""
+    """Returns whether the error means missing or wrong credentials, and nothing else."""
     if isinstance(error, NoCredentialsError):
         return True
     return isinstance(error, ClientError) and error.response["Error"].get("Code") in _WRONG_KEYS

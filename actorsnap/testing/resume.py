@@ -248,7 +248,7 @@ _FOREIGN: Final = frozenset(
     {"builtins", "threading", "_thread", "logging", "io", "_io", "queue", "multiprocessing"}
     | {"concurrent", "asyncio", "socket", "ssl", "weakref", "types", "subprocess", "pathlib"}
 )
-"""Packages whose objects hold no state of a training."""
+"""Packages whose objects hold no training state."""
 
 
 def _leaf(thing: Any) -> _Value | None:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Calls that rank 0 opens at any time, over the mailboxes of a ``StorePort``.
 
-Ordinary calls are numbered in the order in which the callers make them. Invited calls have numbers
-of their own, given by rank 0: -2, -3, ... Number -1 marks messages outside of any call. A rank that
-has not communicated yet says hello when an invitation comes, or when it has a message.
+Ordinary calls are numbered in the order in which the callers make them. Rank 0 numbers invited
+calls separately: -2, -3, ... Number -1 marks messages outside of any call. A rank that has not
+communicated yet says hello when an invitation comes, or when it has a message.
 
 Invited calls are short: they have a bound in place of heartbeats. Rank 0 refuses messages for a
 call that has ended, so a rank that joins late does not wait. On the runtime's loop only.
 
-Ordinary calls may have a topic, too. A rank that leaves it takes no part in later calls about it,
-and says so: another rank to rank 0, rank 0 to all.
+Ordinary calls may have a topic, too. A rank that leaves a topic does not join later calls about it,
+and reports that: rank 0 to all ranks, the others to rank 0.
 """
 
 from __future__ import annotations
@@ -157,11 +157,11 @@ class Invitations:
         return call
 
     def want(self, wanted: SaveWanted) -> None:
-        """Tells rank 0. On other ranks."""
+        """Reports the wish to rank 0. On other ranks."""
         self._mail.send_up(NO_CALL, wanted)
 
     def leave(self, topic: bytes, how: str) -> None:
-        """Tells the ranks that would wait for this one; ``how`` is for people."""
+        """Informs the ranks that would wait for this one; ``how`` is for messages."""
         self._gone[topic] = None
         failure = Failure(reason=how, stage=Stage.JOIN, rank=self.rank)
         if self.rank:

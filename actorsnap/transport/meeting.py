@@ -35,7 +35,7 @@ class Meeting:
         """Connects; blocks until rank 0 has published its address. Imports torch.
 
         Raises:
-            RuntimeError: No address within the store's timeout, or nobody answers there.
+            RuntimeError: No address within the store's timeout, or no answer at the address.
         """
         with self._lock:
             if self._address is None:

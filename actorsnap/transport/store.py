@@ -711,7 +711,7 @@ class StorePort:
         self._mailbox.put(to, Frame(kind, self.rank, token, payload=payload))
 
     def _say_hello(self) -> None:
-        """Asks for the session, without a save, whose heartbeats would ask."""
+        """Asks for the session if no save is running; a save's heartbeats would ask."""
         self._put(_COORDINATOR, Kind.HELLO, self._token)
 
     def send_up(self, number: int, message: ToCoordinator) -> None:

@@ -3,9 +3,8 @@
 
     from actorsnap.interop import dcp
 
-in place of ``import torch.distributed.checkpoint as dcp``. A call with a planner, writer, reader or
-stager of its own goes through torch's function, with the classes of this package for those that it
-leaves out.
+replaces ``import torch.distributed.checkpoint as dcp``. A call that passes a planner, writer,
+reader or stager goes through torch's function, with classes of this package for the others.
 """
 
 from __future__ import annotations
@@ -303,7 +302,7 @@ def _telling_logger(name: str, path: Any) -> Iterator[None]:
 
 
 class CheckpointFailed(CheckpointException):
-    """DCP's exception, whose text is that of one error: all ranks raise the same, or one failed."""
+    """DCP's exception with the text of a single error: all ranks raised the same, or one failed."""
 
     def __str__(self) -> str:
         return describe(next(iter(self.failures.values()))[0])

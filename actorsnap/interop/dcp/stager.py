@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A DCP ``AsyncStager`` whose copies lie in the staging memory that saves use."""
+"""A DCP ``AsyncStager`` that copies into the staging memory of saves."""
 
 from __future__ import annotations
 

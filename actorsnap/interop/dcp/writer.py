@@ -2,8 +2,8 @@
 """A DCP ``StorageWriter`` that saves a snapshot.
 
 DCP plans; each rank then turns its part of the plan into leaves, in ``write_data``, and saves them
-with the others: one ordinary save, whose outcome is the same on all ranks. A ``StorageWriter`` is
-never told that another rank failed, so nothing is written outside of that save.
+with the others: one ordinary save, with the same outcome on all ranks. DCP does not inform a
+``StorageWriter`` of failures on other ranks, so nothing is written outside of that save.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ class Ticket:
     """A rank's place in a save; sent to it by the coordinator, in its plan.
 
     A planner with a cache may return the plan of an earlier save, with its ticket. So places stay
-    the same, but the nonce is the one of the ticket that came last.
+    the same, but the nonce comes from the latest ticket.
 
     Attributes:
         ranks: Global ranks, in the order of the plans.
-        nonce: Equal on all ranks. If a rank failed before ``write_data``, it tells the next save
-            from the one that the others ended without it.
+        nonce: Equal on all ranks. If a rank failed before ``write_data``, it distinguishes the next
+            save from the one that the other ranks ended without this rank.
     """
 
     rank: int

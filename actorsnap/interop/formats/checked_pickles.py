@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Unpickles untrusted data: no pickle ends the process, or takes far more than its size.
 
-It calls and imports nothing. Subclasses decide what a global and a call stand for.
+It calls and imports nothing. Subclasses decide what a global and a call mean.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _MAX_LARGE = 10_000
 """Numbers of more bits in keys. They can be chosen to have one hash, so that a dict takes hours."""
 
 _SMALL = 64
-"""Items that cost nothing: a call with so many takes longer than to copy them."""
+"""Number of items that are free: a call with this many takes longer than copying them."""
 
 _FREE = 10_000
 _PER_BYTE = 4
 
 
 class Refusal(pickle.UnpicklingError):
-    """A pickle needs something that may be meant well, and that only the caller can allow.
+    """A pickle needs something that may be harmless, and that only the caller can allow.
 
     Attributes:
         name: Of a global that the caller can allow; empty for something else.
@@ -52,7 +52,7 @@ class Refusal(pickle.UnpicklingError):
 
 
 class Omitted:
-    """Stands for a value that a pickle makes with a refused global: drops everything in it."""
+    """Replaces a value that a pickle makes with a refused global. Drops everything in it."""
 
     def __init__(self, refusal: Refusal) -> None:
         self.refusal = refusal

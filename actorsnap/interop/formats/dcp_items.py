@@ -47,7 +47,7 @@ _GAP_BYTES = 64 << 10
 
 _READ_BYTES = 4 << 20
 _BATCH_BYTES = 32 << 20
-"""Of reads whose items are parsed together."""
+"""Bytes of reads whose items are parsed together."""
 
 _HEADER_BYTES = 128 << 10
 """Read first of a safetensors file: holds most headers."""
@@ -89,7 +89,7 @@ class PackedZip(Packed, frozen=True):
     """An item that is compressed.
 
     Attributes:
-        storages: What is read of it: name, first byte and size.
+        storages: The parts to read: name, first byte and size.
     """
 
     storages: tuple[tuple[str, int, int], ...]
@@ -122,7 +122,7 @@ class PackedZip(Packed, frozen=True):
 
 
 class Located(msgspec.Struct):
-    """What is in the files of a folder.
+    """Contents of the files of a folder.
 
     Attributes:
         zips: By item.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads ``.metadata`` of torch.distributed.checkpoint (DCP) without its classes.
 
-Every class that it names becomes an inert one, made for this file only: an object that keeps what
-the pickle gives it. Nothing is called or imported, whatever the pickle says. Written for torch 2.9
-to 2.13, whose files differ only in the modules of some classes.
+Every class in the file is replaced by an inert one, made for this file only. Its objects keep the
+state that the pickle gives them. Nothing is called or imported, regardless of the pickle. Written
+for torch 2.9 to 2.13; their files differ only in the modules of some classes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stands in for what numpy's pickles of numbers and arrays call.
+"""Replaces the functions that numpy's pickles of numbers and arrays call.
 
-The stand-ins check what they are given: dtypes of numbers only, and as many bytes as they need.
+The stand-ins check their arguments: only dtypes of numbers, and exactly the bytes they need.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _MAX_DIMS = 64
 
 
 class _Dtype:
-    """Stands for ``numpy.dtype``."""
+    """Replaces ``numpy.dtype``."""
 
     held: np.dtype[Any]
 
@@ -47,7 +47,7 @@ class _Dtype:
 
 
 class _Array(np.ndarray[Any, Any]):
-    """Stands for ``numpy.ndarray``."""
+    """Replaces ``numpy.ndarray``."""
 
     def __new__(cls, *args: Any) -> _Array:
         raise pickle.UnpicklingError("it makes an array of numpy in another way than numpy")
@@ -88,7 +88,7 @@ def _held(dtype: object) -> np.dtype[Any]:
 
 
 def _empty_bytes() -> bytes:
-    """Stands for ``bytes``, which old protocols call for empty ones."""
+    """Replaces ``bytes``, which old protocols call to make empty ones."""
     return b""
 
 

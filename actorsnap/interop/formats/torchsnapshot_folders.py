@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads folders of torchsnapshot: ``.snapshot_metadata``, and the files that it names.
 
-It has every leaf of every rank, without sizes of files, checksums or a version of the format. Who
-may read a leaf is decided as torchsnapshot does: all ranks if it is sharded or replicated, else the
-rank that saved it. Objects that it pickled are read without running their pickle; those that need
-more stay pickles, which only ``Options(allow_pickle=True)`` reads.
+The metadata has every leaf of every rank, without file sizes, checksums or a format version. As in
+torchsnapshot, all ranks may read a sharded or replicated leaf; otherwise, only the rank that saved
+it. Pickled objects are read without running their pickle. If that is not possible, they stay
+pickles, which only ``Options(allow_pickle=True)`` reads.
 """
 
 from __future__ import annotations

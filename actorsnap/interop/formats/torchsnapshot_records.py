@@ -46,7 +46,7 @@ class ShardRecord(msgspec.Struct, frozen=True):
 
 
 class ShardedRecord(_Tagged, frozen=True, tag="ShardedTensor"):
-    """The shards that one rank saved. Nothing tells the shape of the whole."""
+    """The shards that one rank saved. The shape of the whole tensor is not recorded."""
 
     shards: tuple[ShardRecord, ...]
 

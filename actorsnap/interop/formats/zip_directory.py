@@ -230,8 +230,8 @@ def _mismatch(record: ZipRecord, key: str) -> FormatError:
 def first_records(beginning: bytes, key: str) -> Iterator[tuple[ZipRecord, bytes]]:
     """Yields the records that begin in the beginning of a zip file, by their local headers.
 
-    The last one may end beyond it; its ``size`` is -1 then, its content what is there. So is that
-    of a record whose writer told its size afterwards, of 4 GiB or more.
+    The last one may end beyond it: then its ``size`` is -1, and its content is cut off. The same
+    holds for a record of 4 GiB or more whose writer stored the size after the data.
 
     Raises:
         FormatError: There is something else, or a record is packed.

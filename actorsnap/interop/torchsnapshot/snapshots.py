@@ -107,7 +107,7 @@ class Snapshot:
         *,
         options: Options | None = None,
     ) -> PendingSnapshot:
-        """``take`` that returns when everything is copied; the rest goes on in the background.
+        """Like ``take``, but returns when everything is copied, and continues in the background.
 
         Raises: As ``take``; later failures are raised by ``PendingSnapshot.wait``.
         """

@@ -26,8 +26,8 @@ class StateDict(UserDict[str, Any]):
 class RNGState:
     """torch's random generator on the CPU.
 
-    ``take`` saves its state from before the call, and leaves it as it was; ``restore`` sets it
-    after all other statefuls: the numbers after both are the same. At most one per app state.
+    ``take`` saves the state from before the call, and keeps it. ``restore`` sets it after all other
+    statefuls, so the next random numbers are the same as after ``take``. At most one per app state.
     """
 
     def state_dict(self) -> dict[str, torch.Tensor]:
