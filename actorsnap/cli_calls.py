@@ -31,10 +31,11 @@ from actorsnap.errors import (
 )
 from actorsnap.format.foreign import CONTAINS_SNAPSHOTS
 from actorsnap.options import Options, from_env
-from actorsnap.runtime import reading
+from actorsnap.runtime import maintenance, reading
 from actorsnap.runtime.bars import Amount, Display
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, make_location, open_location
+from actorsnap.runtime.roots import Root
 from actorsnap.runtime.script import run_sync
 from actorsnap.runtime.source import Source
 from actorsnap.storage.registry import canonical, check_url
@@ -156,6 +157,31 @@ def require_folder(root: str) -> None:
     folder = canonical(check_url(root))
     if folder.startswith("/") and not os.path.lexists(folder):
         raise NothingFound(f"{root} does not exist: check the path")
+
+
+@contextmanager
+def opened_root(path: str, option: list[str] | None) -> Iterator[Root]:
+    require_folder(path)
+    root = Root(make_location(path, parse_storage_options(option)), options())
+    try:
+        yield root
+    finally:
+        run(_close(root))
+
+
+def _close(root: Root) -> Script[None]:
+    yield lambda _: root.source.close()
+
+
+def why_unfinished(source: Source, path: str) -> tuple[str, str]:
+    """Returns the state of a folder without a commit object, and the reason or the remedy."""
+    if any(leftover.is_complete for leftover in run(maintenance.find_leftovers(source))):
+        # A complete attempt may be a snapshot that lost its commit object.
+        return "complete", (
+            f"only the commit object is missing; {recover_command(path)} writes it again. If this "
+            "is a run's newest step, do it before you restart the job"
+        )
+    return "unfinished", "a save is in progress, or did not end"
 
 
 def no_snapshot(root: str) -> str:

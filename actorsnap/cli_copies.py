@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import sys
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from enum import StrEnum
@@ -32,8 +33,10 @@ from actorsnap.cli_calls import (
     progress,
     raise_empty,
     run,
+    why_unfinished,
 )
 from actorsnap.errors import (
+    ChecksumMismatch,
     FormatError,
     StorageError,
     UsageError,
@@ -53,9 +56,9 @@ from actorsnap.format.manifest import (
 from actorsnap.planning.renaming import function_of
 from actorsnap.runtime import copy as copying
 from actorsnap.runtime import maintenance, reading
-from actorsnap.runtime.copy import CopyEvent, CopyEventKind, CopyReport
+from actorsnap.runtime.copy import SOURCE, CopyEvent, CopyEventKind, CopyReport
 from actorsnap.runtime.location import Location
-from actorsnap.runtime.roots import copy_records
+from actorsnap.runtime.roots import copy_records, damage_of
 from actorsnap.runtime.source import OpenSource, Source
 from actorsnap.storage.registry import folder_and_name
 from actorsnap.storage.wire import is_unreachable
@@ -194,19 +197,25 @@ def _copy_all(
     _refuse_inside(to, names[1])
     # Before the steps: without them, a manager there would not know what continued what.
     run(copy_records(source, target))
-    num_failed = num_there = 0
+    remedies: Counter[str] = Counter()
+    num_there = 0
     in_order = sorted({*found, *failed}, key=maintenance.natural_order)
     for num_seen, name in enumerate(in_order, 1):
         if found.get(name, "failed") is None:
             _print_copy(name, "unfinished", "not copied", {}, as_json)
+            path = f"{names[0].rstrip('/')}/{name}"
+            state, why = why_unfinished(source.below(name), path)
+            if state == "complete":
+                err.print(quote(output.visible(f"{name} is {state}, but not copied: {why}")))
             continue
         try:
             report = _copy_quietly(
                 source.below(name), target.below(name).location, overwrite, f"copying {name}"
             )
         except (FormatError, StorageError) as error:
-            num_failed += 1
-            _print_copy(name, "failed", describe(error), {}, as_json)
+            what, remedy = _failure(error, names[0])
+            remedies[remedy] += 1
+            _print_copy(name, "failed", what, {}, as_json)
             if isinstance(error, StorageError) and is_unreachable(error):
                 left = in_order[num_seen:]
                 for name in left if as_json else ():
@@ -218,13 +227,25 @@ def _copy_all(
         state = "was there" if report.was_there else "copied"
         text = "" if report.was_there else _copied_text(report)
         _print_copy(name, state, text, msgspec.to_builtins(report), as_json)
-    if num_failed:
-        number = output.count_of(num_failed, "snapshot was", "snapshots were")
-        err.print(f"[red]{number} not copied[/]; run the command again to continue")
+    for remedy, number in remedies.items():
+        text = output.count_of(number, "snapshot was", "snapshots were")
+        err.print(f"[red]{text} not copied[/]; {quote(output.visible(remedy))}")
+    if remedies:
         raise typer.Exit(4)
     if not num_there:
         print_error(no_snapshot(names[0]))
         raise typer.Exit(3)
+
+
+def _failure(error: FormatError | StorageError, root: str) -> tuple[str, str]:
+    """Returns why a snapshot was not copied, and the remedy."""
+    if isinstance(error, ChecksumMismatch) and error.detail.startswith(SOURCE):
+        command = f"verify --all --full {shlex.quote(output.one_line(root))}"
+        text = f"{type(error).__name__}: {damage_of(error)}"
+        return text, f"the source is damaged: `actorsnap {command}` lists all damage"
+    if isinstance(error, StorageError) and error.retryable:
+        return describe(error), "run the command again to continue"
+    return describe(error), "remove the cause, then run the command again"
 
 
 def _refuse_source(source: Location, to: Location, names: tuple[str, str]) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
 import msgspec
 import typer
+from rich.markup import escape as quote
 
 from actorsnap import cli_output as output
 from actorsnap.cli_calls import (
@@ -18,21 +20,32 @@ from actorsnap.cli_calls import (
     PathArgument,
     StorageOption,
     advising,
+    err,
     errors,
     make_source,
     no_snapshot,
+    opened_root,
     print_error,
     print_stop,
     progress,
     raise_empty,
-    recover_command,
     run,
+    why_unfinished,
 )
-from actorsnap.errors import FormatError, NotASnapshot, StorageError, UnsupportedFormat
+from actorsnap.errors import (
+    ActorSnapError,
+    FormatError,
+    NotASnapshot,
+    StorageError,
+    UnsupportedFormat,
+)
 from actorsnap.format.manifest import Commit
+from actorsnap.format.steps import StepName
+from actorsnap.manager import looking
 from actorsnap.runtime import maintenance
 from actorsnap.runtime import recover as recovery
 from actorsnap.runtime import verify as verification
+from actorsnap.runtime.source import Source
 from actorsnap.runtime.verify import VerifyReport
 from actorsnap.storage.wire import is_unreachable
 
@@ -116,15 +129,42 @@ def recover(
             report = run(recovery.recover(make_source(path, option), call, progress=update))
         if as_json:
             output.print_json(msgspec.to_builtins(report))
+        else:
+            step = "" if report.step is None else f", step {report.step}"
+            output.write_lines(
+                [
+                    f"recovered {path}: {report.attempt}, world size {report.world_size}{step}",
+                    f"{output.count_of(report.num_objects, 'data object', 'data objects')}, "
+                    f"{output.size_text(report.nbytes)} compared with checksums",
+                ]
+            )
+        _note_place(path, option)
+
+
+def _note_place(path: str, option: list[str] | None) -> None:
+    """Reports whether a restart of the run continues from the recovered step."""
+    root, _, last = path.rstrip("/").rpartition("/")
+    name = StepName.parse(last)
+    if name is None:
+        return
+    with suppress(ActorSnapError), opened_root(root or ".", option) as opened:
+        infos = run(looking.steps(opened, is_complete=True, failed={}))
+        state = next((info.state for info in infos if info.name == name), "")
+        in_run = [info.name for info in infos if info.state == "committed"]
+        if state == "abandoned":
+            text = (
+                f"{name} is abandoned: the run has continued from an older step, and no restart "
+                f"continues from this one. Snapshot({path!r}) can restore it. To keep a step in "
+                "the run, recover it before you restart the job"
+            )
+        elif in_run and in_run[-1] == name:
+            text = (
+                f"a restart continues from {name}. A job that has already restored an older step "
+                "abandons this one with its next save"
+            )
+        else:
             return
-        step = "" if report.step is None else f", step {report.step}"
-        output.write_lines(
-            [
-                f"recovered {path}: {report.attempt}, world size {report.world_size}{step}",
-                f"{output.count_of(report.num_objects, 'data object', 'data objects')}, "
-                f"{output.size_text(report.nbytes)} compared with checksums",
-            ]
-        )
+        err.print(quote(output.visible(text)))
 
 
 def _verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None) -> None:
@@ -187,7 +227,7 @@ def _check(
     source = make_source(path, option)
     try:
         if commit is None:
-            return _check_unfinished(name, path, run(maintenance.find_leftovers(source)))
+            return _check_unfinished(name, path, source)
         with progress(f"verifying {name}") as update:
             report = run(
                 verification.verify(source, level="full", progress=update)
@@ -208,15 +248,12 @@ def _check(
     return _Checked(name, "ok", output.checked_text(report, full=full), checked=checked)
 
 
-def _check_unfinished(name: str, path: str, leftovers: Iterable[maintenance.Leftover]) -> _Checked:
-    """A complete attempt may be a snapshot that lost its commit object."""
-    if not any(leftover.is_complete for leftover in leftovers):
-        return _Checked(name, "unfinished")
-    why = (
-        f"only the commit object is missing; {recover_command(path)} writes it again. If an "
-        "`actorsnap rm` was interrupted, `actorsnap rm --garbage --yes` deletes the rest"
-    )
-    return _Checked(name, "complete", [why], [why])
+def _check_unfinished(name: str, path: str, source: Source) -> _Checked:
+    state, why = why_unfinished(source, path)
+    if state == "unfinished":
+        return _Checked(name, state)
+    why += ". If an `actorsnap rm` was interrupted, `actorsnap rm --garbage --yes` deletes the rest"
+    return _Checked(name, state, [why], [why])
 
 
 def _unreadable(name: str, error: StorageError) -> _Checked:

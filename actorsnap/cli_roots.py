@@ -13,7 +13,7 @@ import shlex
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Annotated, Any, NoReturn
@@ -28,13 +28,13 @@ from actorsnap.cli_calls import (
     StorageOption,
     err,
     errors,
-    options,
-    parse_storage_options,
-    require_folder,
+    opened_root,
     run,
+    why_unfinished,
 )
 from actorsnap.cli_policies import parse_policies, parse_time
 from actorsnap.errors import ActorSnapError, StorageError, UsageError, describe
+from actorsnap.format.manifest import Commit
 from actorsnap.format.steps import StepName
 from actorsnap.manager import looking
 from actorsnap.manager.inbox import put_request
@@ -44,8 +44,7 @@ from actorsnap.planning.keeping import KeepPolicy, StoredStep, kept_metrics
 from actorsnap.planning.marks import Pin
 from actorsnap.runtime import reading
 from actorsnap.runtime.host import Script
-from actorsnap.runtime.location import make_location
-from actorsnap.runtime.roots import Root
+from actorsnap.runtime.roots import Root, damage_of
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource
 from actorsnap.storage.base import for_each, size_below
 
@@ -100,7 +99,7 @@ def steps(
         if not keep and (full or min_valid is not None):
             raise UsageError(f"{'--full' if full else '--min-valid'} needs --keep")
         policy = parse_policies(keep) if keep else None
-        with _opened(root, option) as opened:
+        with opened_root(root, option) as opened:
             # A newer release may mean more by a step: no policy judges this run.
             has_newer = all and policy is None
             failed: dict[StepName, StorageError] = {}
@@ -159,7 +158,7 @@ def prune(
         if not keep:
             raise UsageError("name the steps to keep, for example --keep last:3")
         policy = parse_policies(keep)
-        with _opened(root, option) as opened:
+        with opened_root(root, option) as opened:
             infos = run(looking.steps(opened, is_complete=True, failed={}))
             _require(infos, opened)
             if {info.state for info in infos} == {"unfinished"}:
@@ -238,7 +237,7 @@ def best(
             raise UsageError(
                 f"best: pass --min if the smallest {metric} is the best, or --max if the largest is"
             )
-        with _opened(root, option) as opened:
+        with opened_root(root, option) as opened:
             found, infos = run(looking.best(opened, metric, "max" if max else "min"))
             if found is None:
                 _require(infos, opened)
@@ -261,10 +260,13 @@ def latest(
 ) -> None:
     """Print the URL of the newest step of a run. Exit code 3 if there is none."""
     with errors():
-        with _opened(root, option) as opened:
+        damaged: dict[StepName, str] = {}
+        with opened_root(root, option) as opened:
             level = "full" if full else "quick"
             found = run(
-                looking.latest_valid(opened, level) if valid or full else looking.latest(opened)
+                looking.latest_valid(opened, level, damaged)
+                if valid or full
+                else looking.latest(opened)
             )
             if found is None:
                 infos = run(looking.steps(opened, is_complete=True, failed={}))
@@ -274,7 +276,35 @@ def latest(
                 raise NothingFound(
                     f"{opened.url} has no intact step: `actorsnap {command}` lists the damage"
                 )
-        _print_one(found, as_json)
+            skipped = [
+                each
+                for each in _skipped(opened, found.name, damaged)
+                if valid or full or each["state"] != "unfinished"  # maybe a save in progress
+            ]
+        if as_json:
+            output.print_json({**_step_json(found), "skipped": skipped})
+        else:
+            output.write_lines([found.url])
+        for each in skipped:
+            text = f"skipped {each['name']}, which is {each['state']}: {each['detail']}"
+            err.print(quote(output.visible(text)))
+
+
+def _skipped(
+    root: Root, found: StepName, damaged: Mapping[StepName, str]
+) -> Iterator[dict[str, str]]:
+    """Yields the steps after the newest one that was found, with the reasons."""
+    for name, commit in run(looking.newer(root, found)).items():
+        url = root.url_of(name)
+        if commit is None:
+            state, detail = why_unfinished(root.snapshot(name), url)
+        else:
+            what = damaged.get(name) if isinstance(commit, Commit) else damage_of(commit)
+            if what is None:
+                continue  # committed meanwhile
+            command = f"verify --full {shlex.quote(output.one_line(url))}"
+            state, detail = "damaged", f"{what}. `actorsnap {command}` shows all damage"
+        yield {"name": str(name), "state": state, "detail": detail}
 
 
 def save_now(
@@ -286,7 +316,7 @@ def save_now(
     option: StorageOption = None,
 ) -> None:
     """Ask the job that saves to ROOT to save soon. Its manager needs watch_requests_s."""
-    with errors(), _opened(root, option) as opened:
+    with errors(), opened_root(root, option) as opened:
         infos = run(looking.steps(opened, is_complete=True, has_newer=True, failed={}))
         _require(infos, opened)
         run(opened.source.perform("request", lambda source: put_request(source, reason)))
@@ -319,7 +349,7 @@ def pin(
     option: StorageOption = None,
 ) -> None:
     """Protect a step from deletion."""
-    with errors(), _opened(root, option) as opened:
+    with errors(), opened_root(root, option) as opened:
         if not reason.strip():
             raise UsageError("--reason is empty: write for example --reason 'for the paper'")
         pinned = run(looking.pin(opened, _parse_step(step), reason, _parse_time(until)))
@@ -342,7 +372,7 @@ def unpin(
     option: StorageOption = None,
 ) -> None:
     """Remove the pins of a step."""
-    with errors(), _opened(root, option) as opened:
+    with errors(), opened_root(root, option) as opened:
         removed = run(looking.unpin(opened, _parse_step(step), reason))
         if as_json:
             output.print_json([_pin_json(each) for each in removed])
@@ -360,7 +390,7 @@ def record(
     option: StorageOption = None,
 ) -> None:
     """Add metrics to a saved step."""
-    with errors(), _opened(root, option) as opened:
+    with errors(), opened_root(root, option) as opened:
         numbers = dict(map(_parse_metric, metrics))
         name = run(looking.record(opened, _parse_step(step), numbers))
         if as_json:
@@ -511,20 +541,6 @@ def _measure(root: Root, names: Sequence[StepName]) -> Script[dict[StepName, int
 
 
 # Output
-
-
-@contextmanager
-def _opened(path: str, option: list[str] | None) -> Iterator[Root]:
-    require_folder(path)
-    root = Root(make_location(path, parse_storage_options(option)), options())
-    try:
-        yield root
-    finally:
-        run(_close(root))
-
-
-def _close(root: Root) -> Script[None]:
-    yield lambda _: root.source.close()
 
 
 def _require(infos: Iterable[object], root: Root) -> None:

@@ -322,7 +322,8 @@ class ChecksumMismatch(FormatError):
             remedy = f"recover {url} --replace-damaged` writes it again, if the rest is intact"
         return (
             f"{text}. The snapshot {self.url} is damaged: restore an older one. If it is a copy, "
-            f"delete it with `actorsnap rm {url}`, then copy again. `actorsnap {remedy}"
+            "verify its source (`actorsnap verify --full`), delete the copy (`actorsnap rm "
+            f"{url}`) and copy again. `actorsnap {remedy}"
         )
 
 

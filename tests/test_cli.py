@@ -564,7 +564,7 @@ def test_cp_where_the_same_snapshot_is_damaged(saved: Path, tmp_path: Path) -> N
         ended = run("cp", *more, saved, to)
         assert (ended.code, ended.out) == (4, "")
         assert f"{data.relative_to(to)} is missing or of another size" in ended.err
-        assert "Delete it there (`actorsnap rm`)" in ended.err
+        assert "Verify the source (`actorsnap verify --full`), delete the copy" in ended.err
     assert run("rm", "--yes", to).code == 0
     assert run("cp", saved, to).code == 0
     assert run("diff", saved, to).code == 0

@@ -24,6 +24,7 @@ from actorsnap import (
     AccessDenied,
     StateDict,
     StorageError,
+    Throttled,
     UsageError,
     cli,
     cli_damage,
@@ -563,6 +564,70 @@ def test_latest(root: Path) -> None:
     assert Snapshot(run("latest", root, "--valid").out.strip()).step == 200
 
 
+def test_latest_reports_the_newer_steps_that_it_skips(root: Path) -> None:
+    with manager(root) as running:
+        running.restore_latest()
+        for step in (400, 500, 600):
+            running.maybe_save(step)
+    damage(root, name(300))
+    (root / name(400, 2) / COMMIT_KEY).write_bytes(b"{}")
+    (root / name(500, 2) / COMMIT_KEY).unlink()
+    (root / name(600, 2) / COMMIT_KEY).unlink()
+    for manifest in (root / name(600, 2)).glob("*/manifest/*"):
+        manifest.unlink()
+
+    ended = run("latest", root, "--full")
+    assert (ended.code, ended.out) == (0, f"{root}/{name(200)}\n")
+    lines = ended.err.splitlines()
+    skipped = [f"skipped {name(300)}, which is damaged: ", f"skipped {name(400, 2)}, which is "]
+    skipped += [f"skipped {name(500, 2)}, which is complete: only the commit object is missing; "]
+    skipped += [f"skipped {name(600, 2)}, which is unfinished: a save is in progress, or did not"]
+    assert [line[: len(text)] for line, text in zip(lines, skipped, strict=True)] == skipped
+    assert "bytes, was written with" in lines[0]
+    for line, which in zip(lines[:2], (name(300), name(400, 2)), strict=True):
+        assert line.endswith(f". `actorsnap verify --full {root}/{which}` shows all damage")
+    assert f"`actorsnap recover {root}/{name(500, 2)}` writes it again" in lines[2]
+    assert lines[2].endswith("before you restart the job")
+
+    found = json.loads(run("latest", root, "--full", "--json").out)
+    states = ["damaged", "damaged", "complete", "unfinished"]
+    assert [each["state"] for each in found["skipped"]] == states
+    ended = run("latest", root)  # of committed steps: one that is being saved is not skipped
+    assert ended.out == f"{root}/{name(300)}\n"
+    assert len(ended.err.splitlines()) == 2
+
+
+def test_latest_does_not_report_what_the_run_left(root: Path) -> None:
+    (root / name(300) / COMMIT_KEY).unlink()
+    with manager(root) as running:
+        running.restore_latest()
+        running.save(250)
+    ended = run("latest", root, "--full")
+    assert (ended.out, ended.err) == (f"{root}/{name(250, 2)}\n", "")
+
+
+def test_a_recovery_reports_whether_the_run_continues_from_it(root: Path) -> None:
+    (root / name(300) / COMMIT_KEY).unlink()
+    restarted = Path(shutil.copytree(root, root.parent / "restarted", symlinks=True))
+    ended = run("recover", root / name(300))
+    assert ended.code == 0
+    assert ended.err.startswith(f"a restart continues from {name(300)}. A job that has already")
+    with manager(root) as running:
+        assert running.restore_latest().step == 300  # type: ignore[union-attr]
+
+    with manager(restarted) as running:
+        assert running.restore_latest().step == 200  # type: ignore[union-attr]
+        running.maybe_save(300)
+    ended = run("recover", restarted / name(300))
+    assert ended.code == 0
+    assert ended.err.startswith(f"{name(300)} is abandoned: the run has continued from an older")
+    assert "recover it before you restart the job" in ended.err
+    with manager(restarted) as running:
+        found = running.restore_latest()
+        assert found is not None
+        assert found.url.endswith(name(300, 2))
+
+
 def test_nothing_intact(root: Path) -> None:
     for each in names(root):
         damage(root, each)
@@ -783,7 +848,15 @@ def test_copying_a_run_again(root: Path, tmp_path: Path) -> None:
         [name(300), "copied"],
     ]
     assert ended.rows[1][2].startswith("ChecksumMismatch: ")
-    assert "2 snapshots were not copied; run the command again to continue\n" in ended.err
+    assert ended.rows[1][2].endswith(" bytes are needed, the object has 4495")
+    lines = ended.err.splitlines()
+    assert lines[0].startswith(f"{name(200)} is complete, but not copied: only the commit object")
+    assert f"`actorsnap recover {root}/{name(200)}`" in lines[0]
+    assert lines[1:] == [
+        "1 snapshot was not copied; remove the cause, then run the command again",
+        "1 snapshot was not copied; the source is damaged: `actorsnap verify --all --full "
+        f"{root}` lists all damage",
+    ]
     before = (copy / name(300) / COMMIT_KEY).stat().st_mtime_ns
     ended = run("cp", "--all", root, copy, "--json")
     assert ended.code == 4
@@ -792,6 +865,20 @@ def test_copying_a_run_again(root: Path, tmp_path: Path) -> None:
     assert (copy / name(300) / COMMIT_KEY).stat().st_mtime_ns == before
     assert run("verify", copy / name(0), "--full").code == 0
     assert not (copy / name(100) / COMMIT_KEY).exists()
+
+
+def test_what_may_succeed_later_is_copied_by_another_run_of_cp(root: Path, tmp_path: Path) -> None:
+    busy = Throttled(op="writer", key="", backend="x", detail="slow down")
+
+    def wrap(inner: Storage) -> Storage:
+        fails = name(0) in inner.url
+        storage = FaultyStorage(inner, fail_at=1, fail_verbs={"writer"}, error=busy)
+        return storage if fails else inner
+
+    with faulty(wrap):
+        ended = run("cp", "--all", root, faulty_url(tmp_path / "copy"))
+    assert ended.code == 4
+    assert ended.err == "1 snapshot was not copied; run the command again to continue\n"
 
 
 class LockedAnywhere(LockedNewest):

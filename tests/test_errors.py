@@ -131,7 +131,7 @@ def test_only_a_lost_commit_object_is_recovered() -> None:
     for key in (*COMMIT_KEYS, "model.safetensors", "a/manifest/0.json"):
         error = ChecksumMismatch(key=key, detail="differs", url="/run/model")
         assert ("actorsnap recover" in str(error)) == (key in COMMIT_KEYS)
-        assert "restore an older one. If it is a copy, delete it with" in str(error)
+        assert "restore an older one. If it is a copy, verify its source" in str(error)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from actorsnap.planning.keeping import metric_value
 from actorsnap.planning.marks import Facts, Pin
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.marks import own_holder, put_metrics, put_pin
-from actorsnap.runtime.roots import Listing, Root, stored_step
+from actorsnap.runtime.roots import Listing, Root, damage_of, stored_step
 from actorsnap.runtime.source import OpenSource
 from actorsnap.storage.wire import is_unreachable
 
@@ -90,19 +90,49 @@ def latest(root: Root) -> Script[StepInfo | None]:
     Raises:
         StorageError: A newer step cannot be read.
     """
-    return (yield from _find_newest(root, None))
+    return (yield from _find_newest(root, None, {}))
 
 
-def latest_valid(root: Root, level: str) -> Script[StepInfo | None]:
+def latest_valid(
+    root: Root, level: str, damaged: dict[StepName, str] | None = None
+) -> Script[StepInfo | None]:
     """Returns the newest step that is intact at one of the places, with the URL there.
+
+    Args:
+        damaged: Takes the damage of newer steps.
 
     Raises:
         StorageError: A newer step cannot be read.
     """
-    return (yield from _find_newest(root, level))
+    return (yield from _find_newest(root, level, {} if damaged is None else damaged))
 
 
-def _find_newest(root: Root, level: str | None) -> Script[StepInfo | None]:
+def newer(root: Root, than: StepName) -> Script[dict[StepName, Commit | FormatError | None]]:
+    """Returns the later steps of the run, oldest first: their commit objects, or the damage.
+
+    None: There is no commit object. With one, it would be a step of the run.
+    """
+
+    async def perform(opened: OpenSource) -> dict[StepName, Commit | FormatError | None]:
+        listing = await root.list(opened)
+        failed: dict[StepName, StorageError] = {}
+        commits = await root.read_commits(opened, listing.names, failed=failed)
+        known = {*commits, *failed}
+        after = [n for n in listing.names if (n.generation, n.step) > (than.generation, than.step)]
+        return {
+            name: commits.get(name)
+            for name in sorted(after, key=lambda name: (name.generation, name.step))
+            if name not in failed
+            and name not in listing.records.intents
+            and name in current_timeline(listing, {*known, name})
+        }
+
+    return (yield from root.source.perform("list", perform))
+
+
+def _find_newest(
+    root: Root, level: str | None, damaged: dict[StepName, str]
+) -> Script[StepInfo | None]:
     failed: dict[StepName, StorageError] = {}
     infos = yield from steps(root, is_complete=False, failed=failed)
     newer: StorageError | None = None
@@ -110,7 +140,7 @@ def _find_newest(root: Root, level: str | None) -> Script[StepInfo | None]:
         try:
             if info.name in failed:
                 raise failed[info.name]
-            found = info if level is None else (yield from _find_whole(root, info, level))
+            found = info if level is None else (yield from _find_whole(root, info, level, damaged))
         except StorageError as error:
             if is_unreachable(error):
                 raise
@@ -126,10 +156,14 @@ def _find_newest(root: Root, level: str | None) -> Script[StepInfo | None]:
     return None
 
 
-def _find_whole(root: Root, info: StepInfo, level: str) -> Script[StepInfo | None]:
+def _find_whole(
+    root: Root, info: StepInfo, level: str, damaged: dict[StepName, str]
+) -> Script[StepInfo | None]:
     for place in root.places:
-        if not (yield from find_damage(place, info.name, level)):
+        problems = yield from find_damage(place, info.name, level)
+        if not problems:
             return replace(info, url=place.url_of(info.name))
+        damaged[info.name] = damage_of(problems[0])
     return None
 
 

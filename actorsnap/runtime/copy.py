@@ -69,6 +69,9 @@ if TYPE_CHECKING:
 
 logger = Log(__name__)
 
+SOURCE = "the copy's source"
+"""Beginning of the details of errors at the source."""
+
 _UNCLAIMED = (
     "objects of the same attempt are there, and `actorsnap cp` did not write them. If they are "
     "complete, `actorsnap recover` makes a snapshot of them; else delete them by `actorsnap rm "
@@ -440,8 +443,8 @@ class _Copy:
             op="copy",
             key=COMMIT_KEY,
             backend=self.target.url,
-            detail=f"{what}. Delete it there (`actorsnap rm`) and copy again, or copy to another "
-            "path",
+            detail=f"{what}. Verify the source (`actorsnap verify --full`), delete the copy "
+            "(`actorsnap rm`) and copy again, or copy to another path",
         )
 
     async def _has_unclaimed(self) -> bool:
@@ -674,7 +677,7 @@ class _Copy:
         return nullcontext() if self.pace is None else self.pace.working()
 
     def _reading(self) -> AbstractContextManager[None]:
-        return naming_side("the copy's source", self._storage.url)
+        return naming_side(SOURCE, self._storage.url)
 
     def _writing(self) -> AbstractContextManager[None]:
         return naming_side("the copy's destination", self.target.url)

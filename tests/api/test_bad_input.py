@@ -393,7 +393,7 @@ def test_reading_what_is_damaged(saved: Path, name: str, damage: str, reader: st
         said = str(caught.value)
         reason = f"{caught.value.key}: {caught.value.detail}"
         assert said.startswith(f"{reason}. The snapshot {saved} is damaged: ")
-        assert "restore an older one. If it is a copy, delete it with" in said
+        assert "restore an older one. If it is a copy, verify its source" in said
         if name == "commit":
             assert f"`actorsnap recover {saved} --replace-damaged` writes it again" in said
         else:

@@ -349,7 +349,7 @@ def test_damage_at_the_root_is_reported(tmp_path: Path) -> None:
     until(lambda: bool(run.manager.status().failed_drains))
     ((url, why),) = run.manager.status().failed_drains.items()
     assert url == f"{run.tier}/step-0000000002.g1"
-    assert "Delete it there (`actorsnap rm`)" in why
+    assert "delete the copy (`actorsnap rm`)" in why
     until(lambda: run.manager.status().draining == (2,))
     infos = {info.step: info for info in run.manager.steps()}
     assert [infos[step].is_durable for step in (1, 2, 3)] == [True, False, True]
