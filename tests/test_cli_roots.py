@@ -604,6 +604,11 @@ def test_latest_does_not_report_what_the_run_left(root: Path) -> None:
         running.save(250)
     ended = run("latest", root, "--full")
     assert (ended.out, ended.err) == (f"{root}/{name(250, 2)}\n", "")
+    (root / name(250, 2) / COMMIT_KEY).unlink()  # recovered, step 300 would still be abandoned
+    ended = run("latest", root, "--full")
+    assert ended.out == f"{root}/{name(200)}\n"
+    (line,) = ended.err.splitlines()
+    assert line.startswith(f"skipped {name(250, 2)}, which is complete: ")
 
 
 def test_a_recovery_reports_whether_the_run_continues_from_it(root: Path) -> None:
