@@ -40,7 +40,7 @@ from actorsnap.errors import (
     UnsupportedFormat,
 )
 from actorsnap.format.manifest import Commit
-from actorsnap.format.steps import StepName
+from actorsnap.format.steps import MANAGER_FOLDER, StepName
 from actorsnap.manager import looking
 from actorsnap.runtime import maintenance
 from actorsnap.runtime import recover as recovery
@@ -168,8 +168,8 @@ def _note_place(path: str, option: list[str] | None) -> None:
 
 
 def _verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | None) -> None:
-    """Checks every snapshot in a folder. Exit code 1 if one is damaged, 3 if there is no
-    snapshot, or one lacks only its commit object.
+    """Checks every snapshot in a folder, and the records of a run. Exit code 1 if one is damaged, 3
+    if there is no snapshot, or one lacks only its commit object.
     """
     failed: dict[str, StorageError] = {}
     found = run(maintenance.find_snapshots(make_source(root, option), failed=failed))
@@ -189,6 +189,12 @@ def _verify_all(root: str, *, full: bool, as_json: bool, option: list[str] | Non
     if not checked:
         raise_empty(root, make_source(root, option))
     left = names[len(checked) :]
+    if not left and any(map(StepName.parse, names)):
+        records = _check_records(make_source(root, option))
+        checked += records
+        if not as_json:
+            output.print_columns([each.name, each.state, *each.details] for each in records)
+            sys.stdout.flush()
     if as_json:
         output.print_json(
             [
@@ -246,6 +252,15 @@ def _check(
         more = [f"and {len(problems) - 1} more"] if len(problems) > 1 else []
         return _Checked(name, "damaged", [problems[0], *more], problems, checked)
     return _Checked(name, "ok", output.checked_text(report, full=full), checked=checked)
+
+
+def _check_records(source: Source) -> list[_Checked]:
+    """Returns the damaged files of a run next to its steps."""
+    try:
+        damaged = run(looking.damaged_records(source))
+    except StorageError as error:
+        return [_unreadable(MANAGER_FOLDER, error)]
+    return [_Checked(key, "damaged", [why], [why]) for key, why in damaged.items()]
 
 
 def _check_unfinished(name: str, path: str, source: Source) -> _Checked:

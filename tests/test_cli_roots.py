@@ -731,6 +731,47 @@ def test_verify_all_with_an_unfinished_step(root: Path) -> None:
     assert found[3] == {"name": name(300), "state": "unfinished", "problems": []}
 
 
+@pytest.mark.parametrize("more", [[], ["--full"]])
+def test_verify_all_checks_the_records_of_the_run(root: Path, more: list[str]) -> None:
+    with manager(root) as running:
+        running.restore_latest()
+        running.maybe_save(400)
+    run("pin", root, 100, "--reason", "paper")
+    run("record", root, 200, "accuracy=0.5")
+    assert run("verify", "--all", *more, root).code == 0
+    run_file = root / ".manager" / "runs" / "00000002.json"
+    intact = run_file.read_bytes()
+    files = [run_file, *(root / ".manager" / "marks").glob("*/*.json")]
+    for file in files:
+        data = bytearray(file.read_bytes())
+        data[len(data) // 2] ^= 1
+        file.write_bytes(data)
+
+    ended = run("verify", "--all", *more, root)
+    assert ended.code == 1
+    rows = {row[0]: row[1:] for row in ended.rows}
+    assert [rows[each][0] for each in names(root)] == ["ok"] * 5
+    details = [rows[str(file.relative_to(root))] for file in files]
+    assert {state for state, _ in details} == {"damaged"}
+    assert all("checksum does not match" in detail for _, detail in details)
+    assert "which snapshot generation 2 continued, so steps of earlier generations" in details[0][1]
+    assert "Copy this file back from a backup" in details[0][1]
+    found = json.loads(run("verify", "--all", *more, root, "--json").out)
+    assert [(each["name"], each["state"]) for each in found[5:]] == [
+        (str(file.relative_to(root)), "damaged") for file in sorted(files)
+    ]
+
+    # What it does, and the remedies.
+    assert [row[0] for row in run("steps", root).rows] == [name(400, 2)]
+    run_file.write_bytes(intact)
+    assert len(run("steps", root).rows) == 5
+    assert run("unpin", root, 100).code == 0
+    assert run("verify", "--all", *more, root).code == 1
+    for file in (root / ".manager" / "marks" / name(200)).glob("*.json"):
+        file.unlink()
+    assert run("verify", "--all", *more, root).code == 0
+
+
 def test_verify_as_json(root: Path) -> None:
     damage(root, name(100))
     assert json.loads(run("verify", root / name(0), "--json").out) == {

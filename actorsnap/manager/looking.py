@@ -15,10 +15,26 @@ from datetime import UTC, datetime, timedelta
 from functools import partial
 from typing import Any, TypeAlias
 
-from actorsnap.errors import FormatError, StorageError, UnsupportedFormat, UsageError
+from actorsnap.errors import (
+    FormatError,
+    ObjectNotFound,
+    StorageError,
+    UnsupportedFormat,
+    UsageError,
+)
 from actorsnap.format.manifest import Commit
 from actorsnap.format.requests import check_reason
-from actorsnap.format.steps import StepName
+from actorsnap.format.steps import (
+    MANAGER_FOLDER,
+    MarkKind,
+    MarkName,
+    MetricsMark,
+    PinMark,
+    RunRecord,
+    StepName,
+    decode_record,
+    parse_run_key,
+)
 from actorsnap.manager.keeper import current_timeline, find_damage, find_step
 from actorsnap.manager.results import StepInfo
 from actorsnap.planning.keeping import metric_value
@@ -26,7 +42,8 @@ from actorsnap.planning.marks import Facts, Pin
 from actorsnap.runtime.host import Script
 from actorsnap.runtime.marks import own_holder, put_metrics, put_pin
 from actorsnap.runtime.roots import Listing, Root, damage_of, stored_step
-from actorsnap.runtime.source import OpenSource
+from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source
+from actorsnap.storage.base import for_each
 from actorsnap.storage.wire import is_unreachable
 
 Until: TypeAlias = timedelta | datetime | None
@@ -165,6 +182,46 @@ def _find_whole(
             return replace(info, url=place.url_of(info.name))
         damaged[info.name] = damage_of(problems[0])
     return None
+
+
+def damaged_records(source: Source) -> Script[dict[str, str]]:
+    """Returns the damaged records of a root by key: the damage, its effect and the remedy."""
+
+    async def perform(opened: OpenSource) -> dict[str, str]:
+        found: dict[str, str] = {}
+
+        async def check(key: str) -> None:
+            generation, mark = parse_run_key(key), MarkName.parse(key)
+            if generation is not None:
+                kind: type[RunRecord | PinMark | MetricsMark] = RunRecord
+                advice = (
+                    f"it is not known which snapshot generation {generation} continued, so steps "
+                    "of earlier generations count as abandoned, and stay. Copy this file back "
+                    "from a backup of the run"
+                )
+            elif mark is None:
+                return
+            elif mark.kind is MarkKind.PIN:
+                kind = PinMark
+                advice = f"{mark.of} counts as pinned, until `actorsnap unpin` removes the pin"
+            else:
+                kind = MetricsMark
+                advice = (
+                    f"these metrics of {mark.of} do not count. Copy this file back from a backup "
+                    "of the run, or delete it and use `actorsnap record`"
+                )
+            try:
+                decode_record(await opened.storage.get(key), kind, key)
+            except ObjectNotFound:
+                return  # unpinned meanwhile
+            except FormatError as error:
+                found[key] = f"{error.detail}: {advice}"
+
+        keys = [info.key async for info in opened.storage.list(f"{MANAGER_FOLDER}/")]
+        await for_each(keys, check, at_once=MAX_SMALL_READS)
+        return dict(sorted(found.items()))
+
+    return (yield from source.perform("verify", perform))
 
 
 def best(root: Root, metric: str, mode: str) -> Script[tuple[StepInfo | None, list[StepInfo]]]:
