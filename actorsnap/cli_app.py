@@ -75,7 +75,7 @@ _OTHER_WAYS: Final[Mapping[tuple[object, object], str]] = {
 
 
 class Commands(TyperGroup):
-    """With ``--json``, also prints the error that ended a command as JSON, on stdout."""
+    """Prints the error that ended a command also as JSON on stdout, with ``--json``."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*COMMANDS]

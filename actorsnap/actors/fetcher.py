@@ -282,7 +282,7 @@ class FetcherPool:
         then: Callable[[], None] | None,
         row: Row,
     ) -> None:
-        """As ``_fill``, from byte ``offset`` on."""
+        """Like ``_fill``, but starts at byte ``offset``."""
         nbytes = sum(map(len, views))
 
         def read_and_go_on() -> None:

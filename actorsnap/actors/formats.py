@@ -39,7 +39,7 @@ _BUILT_IN = {
     "safetensors": "actorsnap.interop.formats.safetensors_files:read",
     "torch": "actorsnap.interop.formats.torch_files:read",
 }
-"""In the order in which they are asked; a source tree works uninstalled."""
+"""Readers by format, in the order in which they are tried. Works in an uninstalled source tree."""
 
 AT_ONCE = 16
 """Small reads at a time."""
@@ -48,7 +48,7 @@ MAX_LISTED = 10_000
 """Keys of a folder that are listed. Beyond them, files are found by name only."""
 
 MAX_INDEX_BYTES = 2 << 30
-"""Of a file that is read whole."""
+"""Largest size of a file that is read whole, in bytes."""
 
 NOT_OURS = 0
 """``Commit.version`` of other formats; their ``attempt`` is ``<format>-<digest>``, no folder."""
@@ -59,7 +59,7 @@ class Place:
     """The files at a URL without a snapshot.
 
     Attributes:
-        storage: Of the folder; of the file's folder, if the URL is one of a file.
+        storage: Storage of the folder; of the file's folder, if the URL is one of a file.
         file: The file's key; empty for a folder.
         head: The file's first ``HEAD_BYTES``; empty for a folder.
         listed: The folder's first files, by key; or the file.

@@ -165,7 +165,7 @@ class SnapshotReader:
             storage is already that of its files.
 
     Attributes:
-        storage: Of the data; after ``commit``, for a file of another format, its folder.
+        storage: Storage of the data; after ``commit``, for a file of another format, its folder.
         foreign: What ``commit`` has found, if that is of another format.
 
     ``_are_short`` is whether a manifest was shorter than a prefix: the others may be, too.

@@ -128,7 +128,7 @@ def _separate(boxes: Sequence[Box], dim: int) -> list[list[Box]]:
 
 
 def c_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    """In elements."""
+    """Returns the strides of a C-ordered array, in elements."""
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]

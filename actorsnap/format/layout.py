@@ -16,7 +16,7 @@ from math import prod
 import msgspec
 
 DATA_ALIGNMENT = 4096
-"""Of the data section in a data object, in bytes."""
+"""Alignment of the data section in a data object, in bytes."""
 
 MAX_HEADER_BYTES = 64 << 20
 """JSON without padding, in bytes. safetensors refuses 100 MB and more."""
@@ -24,7 +24,7 @@ MAX_HEADER_BYTES = 64 << 20
 MAX_BYTES = (1 << 63) - 1
 
 MAX_SHARD_BYTES = 5 * 10**9
-"""Of tensors in one file of an export; transformers loads a file at a time."""
+"""Bytes of tensors in one file of an export; transformers loads a file at a time."""
 
 SAFETENSORS_DTYPES: Mapping[str, str] = {
     "bool": "BOOL",
@@ -118,7 +118,7 @@ class Attempt(msgspec.Struct, frozen=True):
 
     @property
     def created(self) -> str:
-        """In the format of commit objects."""
+        """Time of creation, in the format of commit objects."""
         return f"{self._time:%Y-%m-%dT%H:%M:%S}.000000Z"
 
     @property

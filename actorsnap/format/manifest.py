@@ -50,7 +50,7 @@ COMMIT_KEYS = (COMMIT_KEY, OLDER_COMMIT_KEY)
 """The first one wins."""
 
 MAX_NESTING = 900
-"""Of inline values."""
+"""Largest nesting depth of inline values."""
 
 COMPOSITE_PARTS: Mapping[str, tuple[str, ...]] = {
     "sparse_coo": ("indices", "values"),
@@ -79,7 +79,7 @@ VALUE_TAGS = frozenset(
 _NESTED = frozenset({dict, list, tuple})
 _MAX_JSON_DEPTH = 500
 MAX_RANKS = 1 << 20
-"""Of a snapshot with the feature ``tables``."""
+"""Largest number of ranks of a snapshot with the feature ``tables``."""
 
 # Bounds are checked on decoding only.
 Size: TypeAlias = Annotated[int, msgspec.Meta(ge=0, le=MAX_BYTES)]
@@ -207,7 +207,7 @@ class StoredChunk(
     """Bytes ``[start, stop)`` of a compressed data object, stored as a separate object.
 
     Attributes:
-        crc32c: Of the stored bytes.
+        crc32c: CRC32C of the stored bytes.
         frames: Stored size of each frame; empty if uncompressed.
     """
 
@@ -287,11 +287,11 @@ class TensorEntry(Strict, frozen=True, kw_only=True, gc=False, tag_field="kind",
     Attributes:
         dtype: Torch's (``"float32"``), or numpy's (``"<f8"``) if ``type`` is ``"numpy"`` or
             ``"numpy_scalar"``.
-        shape: Of the bytes stored here, in elements.
+        shape: Shape of the bytes stored here, in elements.
         global_shape, offsets: Shards only: the whole tensor's shape, and the shard's origin in it.
             Shards of one tensor may share their path.
         replicated: Whether every rank held the same value.
-        memory_format: Of the restored tensor; None: row-major.
+        memory_format: Memory format of the restored tensor; None: row-major.
         attributes: A parameter's plain attributes, in the inline encoding.
     """
 

@@ -29,7 +29,7 @@ MAX_TOTAL_STEPS = 1 << 24
 
 _MAX_DIMS = 64
 _MAX_RATIO = 40
-"""Of inflated to deflated bytes, so that a small object needs little memory."""
+"""Largest ratio of inflated to deflated bytes, so that a small object needs little memory."""
 
 _MAX_SMALL_BYTES = 1 << 20
 """Inflated size to which the ratio does not apply."""

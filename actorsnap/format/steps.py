@@ -183,7 +183,7 @@ class DeleteIntent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     Attributes:
         attempt: The attempt that was judged; another one at the same name stays. Empty if the
             commit object could not be read.
-        generation: Of the manager that decided.
+        generation: Generation of the manager that decided.
         reason: For people.
     """
 

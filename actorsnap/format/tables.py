@@ -117,7 +117,7 @@ class ManifestTable:
     """The head of a rank manifest: finds, reads and checks its pages.
 
     Attributes:
-        offsets: Of the pages in the manifest; the last one is the manifest's size.
+        offsets: Offsets of the pages in the manifest; the last one is the manifest's size.
     """
 
     def __init__(self, head: ManifestHead, head_bytes: int, key: str) -> None:

@@ -230,7 +230,7 @@ class _Model:
 
 
 class _Counters:
-    """What an accelerator counts."""
+    """The counters of an accelerator."""
 
     def __init__(self, accelerator: accelerate.Accelerator) -> None:
         self._accelerator = accelerator

@@ -76,7 +76,7 @@ _METADATA = ".metadata"
 
 
 class _Files(msgspec.Struct, frozen=True, eq=False):
-    """What to write; ``last``: content by key, when ``files`` are complete."""
+    """Files to write. ``last``: content by key, written when ``files`` are complete."""
 
     files: list[OutFile]
     last: dict[str, bytes] = {}
@@ -309,7 +309,7 @@ def _run(
 
 
 class ShardedStub(Stub, frozen=True, eq=False):
-    """Of a tensor that is written shard by shard."""
+    """Stub of a tensor that is written shard by shard."""
 
     index: Index
     entry: ShardedEntry
@@ -366,7 +366,7 @@ class _Stubs:
     """Replaces the entries of leaves by values: tensors by what stands for them.
 
     Attributes:
-        count: Of tensors.
+        count: Number of tensors.
     """
 
     def __init__(self, *, keeps_shards: bool) -> None:

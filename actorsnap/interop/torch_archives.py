@@ -54,7 +54,7 @@ class Stub(msgspec.Struct, frozen=True, eq=False):
 
 
 class TensorStub(Stub, frozen=True, eq=False):
-    """Of a whole tensor; strides in elements, ``offset`` in bytes."""
+    """Stub of a whole tensor. Strides are in elements, ``offset`` is in bytes."""
 
     storage: SharedBytes
     dtype: str

@@ -75,7 +75,7 @@ class _Found(NamedTuple):
 
 
 class OverSnapshots:
-    """What a manager of torchtitan does with files. Derive from this first, then from the manager.
+    """File operations of a torchtitan manager. Derive from this first, then from the manager.
 
     Args:
         config, kwargs: Those of torchtitan's manager.
@@ -107,7 +107,7 @@ class OverSnapshots:
             self.stager = LazyStager(kwargs["model_parts"], kwargs["optimizers"])
 
     def __del__(self) -> None:
-        """Not torchtitan's, which closes: a collected manager must not wait for a save."""
+        """Replaces torchtitan's, which closes: a collected manager must not wait for a save."""
 
     def _close(self) -> None:
         """Waits for the save in flight, and for deletions."""

@@ -61,7 +61,7 @@ class TrainerMark(msgspec.Struct, frozen=True):
     """The snapshot is a checkpoint of an ``ActorsnapTrainer``.
 
     Attributes:
-        keys: Of the app state.
+        keys: Keys of the app state.
         ddp: Names of the model begin with ``module.``.
         v: Version of this mark.
     """

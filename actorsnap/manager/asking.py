@@ -87,8 +87,8 @@ class Asking:
     """The calls of one manager on this rank, and on rank 0 the wishes.
 
     Attributes:
-        improvements: Of rank 0.
-        outcome: Of the last agreement, for people.
+        improvements: Improvements of rank 0.
+        outcome: Outcome of the last agreement, for people.
     """
 
     def __init__(
@@ -292,7 +292,7 @@ class Asking:
         return self._begun_s
 
     def abandon_save(self, step: int, error: BaseException) -> None:
-        """It failed before the trainer could go on."""
+        """Notes that the save failed before the trainer could continue."""
         self._is_saving = False
         self._events.post(EventKind.FAILED, step, describe(error))
         self._find_next()

@@ -427,7 +427,7 @@ class ManagerBody:
         return f"left its manager with an error {where}: {describe(error)}"
 
     def report_unclosed(self) -> None:
-        """At exit: names the saves that only ``close`` would have made."""
+        """Logs, at exit, the saves that only ``close`` would have made."""
         lost = [*self.asking.waiting]
         if self._is_unsaved:
             lost += filter(None, [self._settings.save.at_end()])
@@ -590,7 +590,7 @@ class ManagerBody:
         )
 
     def finish_keeping(self) -> Script[None]:
-        """What will be restored must not be deleted in the meantime."""
+        """Waits for deletions, which must not hit the snapshot to restore."""
         if self._keeper is not None:
             keeper = self._keeper
             yield lambda _: keeper.settle()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a manager has done, for ``CheckpointManager.events``.
+"""Records what a manager has done, for ``CheckpointManager.events``.
 
 A board keeps the latest events for any number of iterators. An iterator begins with the oldest one
 that is kept; one that is too slow misses the oldest ones, and gets their number.
@@ -76,7 +76,7 @@ class EventBoard:
         self._wakers: list[Callable[[], None]] = []
 
     def post(self, kind: EventKind, step: int | None = None, detail: str = "") -> None:
-        """Not from a signal handler."""
+        """Adds an event. Do not call it from a signal handler."""
         event = ManagerEvent(kind=kind, step=step, detail=detail, time_s=time.time())
         with self._lock:
             self._kept.append(event)

@@ -27,7 +27,7 @@ Metrics = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the trainer passes with a step. See ``CheckpointManager.maybe_save``."""
+    """Arguments that the trainer passes with a step. See ``CheckpointManager.maybe_save``."""
 
     metrics: Metrics = None
     app_state: AppState | None = None

@@ -65,7 +65,7 @@ _MAX_LOOK_S = 5.0
 """Time that a save waits for the root."""
 
 _ASIDE_BYTES = 16 << 20
-"""With a smaller snapshot a drain starts no process."""
+"""Smallest snapshot for which a drain starts a process, in bytes."""
 
 
 def add_tier(root: Root, tiers: object, options: Options) -> Root:

@@ -15,7 +15,7 @@ from itertools import accumulate
 import msgspec
 
 _MAX_COPY_BYTES = 64 << 20
-"""Of one copy: several run at a time. A multiple of every file system's block."""
+"""Largest size of one copy: several run at a time. A multiple of every file system's block."""
 
 
 class Origin(msgspec.Struct, frozen=True, gc=False):
@@ -55,7 +55,7 @@ class Assembly:
     """A file of fragments.
 
     Attributes:
-        starts: Of each fragment, and the file's size.
+        starts: Offsets of each fragment, and the file's size.
     """
 
     def __init__(self, fragments: Sequence[Fragment]) -> None:

@@ -65,7 +65,7 @@ class CopyPlan(msgspec.Struct, frozen=True, kw_only=True):
     """The objects of a snapshot, except the commit object; manifests are written last.
 
     Attributes:
-        sizes: Of data objects, by key.
+        sizes: Sizes of data objects, by key.
         whole: The owner index, if there is one, then the rank manifests.
     """
 

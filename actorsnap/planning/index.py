@@ -183,7 +183,7 @@ class IndexBuilder:
     rank 0's for a rank that did not save.
 
     Args:
-        template: Of all manifests, the only one that is given twice: here, and to ``add``.
+        template: Template of all manifests, the only one that is given twice: here, and to ``add``.
         is_own: Whether the template is the rank's own.
         wants: Other leaves get no entries, or ``Elsewhere``. None: all of them.
         private: Holders of private leaves, if not all manifests are added.

@@ -118,7 +118,7 @@ class ShardedTable(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Outline(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What a rank will store, as far as neither layouts nor scopes imply it.
+    """The leaves that a rank will store and that neither layouts nor scopes imply.
 
     Attributes:
         private, common: Paths of leaves that only this rank may read, and that all may.

@@ -105,7 +105,7 @@ class ObjectPlan(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         items, starts, ends, boxes: Per leaf, in stored order: index of its item among the rank's,
             absolute byte range, and box (None: the whole item).
-        size: Of the whole object.
+        size: Size of the whole object.
         opens: This rank creates and completes the object, and writes the header.
         is_shared: Other ranks write to it too.
         chunks: Cover the one range that the rank writes. Split leaves at multiples of the largest

@@ -74,7 +74,7 @@ def check_used(rename: Rename | None, paths: Iterable[str]) -> None:
     """Checks that each prefix of a mapping has a path.
 
     Args:
-        paths: Of all ranks, before the change.
+        paths: Paths of all ranks, before the change.
 
     Raises:
         UsageError: A prefix has none, so it is misspelled or the snapshot is another one.

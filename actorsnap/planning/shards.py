@@ -67,8 +67,8 @@ class Columns(msgspec.Struct, frozen=True, gc=False, eq=False):
     Attributes:
         objects: Numbers of objects in the index, 32 bits.
         starts, sizes: In the object, in bytes, 64 bits.
-        counts: Of checksums, 32 bits.
-        firsts: Of the first checksum in ``crcs``, 64 bits.
+        counts: Numbers of checksums, 32 bits.
+        firsts: Indices of the first checksum in ``crcs``, 64 bits.
         crcs: Checksums, 32 bits. Other boxes may have some of them.
     """
 
@@ -302,7 +302,7 @@ class ShardTable:
 
     @cached_property
     def _boxes(self) -> list[Box]:
-        """By place."""
+        """Boxes by place."""
         return [Box(offsets, sizes) for offsets, sizes, *_ in self._places]
 
     @cached_property

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What all rank manifests of a snapshot add up to, from one look at each.
+"""Sums up all rank manifests of a snapshot, reading each once.
 
 Keeps some bytes per data object and rank that wrote to it, and nothing per leaf: a tool that needs
 the leaves of an object reads those manifests again, batch by batch. Must not know how manifests are
@@ -41,7 +41,7 @@ class SurveyedObject:
     """A data object.
 
     Attributes:
-        record: Of the first rank, without chunks.
+        record: Record of the first rank, without chunks.
         ranks: That list it, rising.
         stored: Start, stop and stored size of each chunk, if it is compressed.
         nbytes: Memory of its leaves and chunks, about.
@@ -119,7 +119,7 @@ class Survey:
     Attributes:
         objects: By key, in the order of the first ranks that list them.
         contradictions: An error per rank that disagrees with an earlier one about an object.
-        leaf_bytes: Of all leaves that manifests name.
+        leaf_bytes: Bytes of all leaves that manifests name.
     """
 
     def __init__(self) -> None:
@@ -285,7 +285,7 @@ class _Coverage:
     """Boxes of some tensors: neighbours that make one box are joined.
 
     Attributes:
-        kind: Of the tensors; see ``ShardKey``.
+        kind: Kind of the tensors; see ``ShardKey``.
     """
 
     __slots__ = ("_at_start", "_at_stop", "_boxes", "_hole", "_shape", "is_whole", "kind", "paths")

@@ -145,7 +145,7 @@ class Wishes:
         """Returns the decision, and the wishes that it is about.
 
         Args:
-            payloads: Of all ranks.
+            payloads: Payloads of all ranks.
         """
         wishes = tuple(self._waiting)
         closed = [rank for rank, entered in payloads.items() if entered.is_closed]

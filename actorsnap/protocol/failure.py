@@ -155,7 +155,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     Attributes:
         stage, rank: Of the first failure.
         error: Raised on every rank. None: a ``SnapshotAborted`` with the fields above.
-        causes: Of that error; see ``encode``.
+        causes: Causes of that error; see ``encode``.
         may_be_visible: The failed commit may have left the commit object. The objects that it names
             must then stay, or readers would find a broken snapshot.
     """

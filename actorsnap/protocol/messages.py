@@ -162,7 +162,7 @@ class SaveWanted(msgspec.Struct, frozen=True, array_like=True, tag="w"):
     Attributes:
         topic: See ``Invite``.
         since: See ``protocol.agreement.Agreed``.
-        grace_s: Of a notice, from now; None: no limit.
+        grace_s: Time left of a notice, from now; None: no limit.
     """
 
     rank: int

@@ -126,7 +126,7 @@ class Decide(msgspec.Struct, frozen=True):
     """Command: decide the round. Ends in a ``Decision``.
 
     Attributes:
-        payloads: Of the ranks of the round; after ``AskMore``, of the ranks asked.
+        payloads: Payloads of the ranks of the round; after ``AskMore``, of the ranks asked.
         commits: This is the commit round, once in a call.
     """
 

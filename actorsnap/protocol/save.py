@@ -213,7 +213,7 @@ class SaveDecisions:
 
     Args:
         common: The fields that are equal on all ranks; only rank 0 gets the metadata in ``save``.
-        memory: Of the previous save; no other save may use it.
+        memory: Memory of the previous save; no other save may use it.
 
     Attributes:
         has_values: The snapshot needs the feature ``values``. Known with the plan.

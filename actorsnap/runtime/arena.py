@@ -117,7 +117,7 @@ class Arena:
                 os.close(file)
 
     def forget(self) -> None:
-        """In a forked child: drops the parent's file without touching its memory."""
+        """Drops the parent's file in a forked child, without touching its memory."""
         self._lock = threading.Lock()  # it may have been held
         self._is_forgotten = True
         file, self._file = self._file, None

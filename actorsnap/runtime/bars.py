@@ -62,7 +62,7 @@ Look: TypeAlias = Callable[[], Sequence[Amount]]
 
 
 class Output:
-    """What the calls of a save, or of a manager, draw on, one after another.
+    """Output on which the calls of a save, or of a manager, draw one after another.
 
     In a notebook: one output per cell. Hold ``lock`` from the look at the amounts on.
     """
@@ -184,7 +184,7 @@ class Display:
     """Shows amounts from ``start`` to ``stop``.
 
     Args:
-        url: Of the snapshot, without secrets; empty for none.
+        url: URL of the snapshot, without secrets; empty for none.
         has_lines: Write plain lines on stderr where bars cannot be shown.
         output: Where an earlier call for the same save, or manager, has drawn.
         has_end: Leave the last state visible. If False, a later call for the same save does.

@@ -63,7 +63,7 @@ class Compared:
         adapting: The comparison of each module that adapts the loaded state itself.
         missing, unexpected, mismatched, kept: See ``RestoreReport``.
         hints: See ``IncompatibleState``.
-        keys: Of the snapshot.
+        keys: Keys of the snapshot.
         without_optim: Keys of each ``ModelState`` whose optimizers keep their values.
         unplaced: Paths without a place here, by escaped key. Other ranks may have one (pipeline
             stages).

@@ -86,7 +86,7 @@ class Conversion:
         on_copied: Gets key and size of each complete object.
 
     Attributes:
-        total_bytes: Of all leaves; after ``plan``.
+        total_bytes: Bytes of all leaves; after ``plan``.
     """
 
     opened: OpenSource

@@ -107,7 +107,7 @@ class Call(Generic[T]):
                 self.future.set_result(result)
 
     def cancel(self) -> None:
-        """From any thread, also if ``start`` was interrupted."""
+        """Cancels the call. On any thread, even if ``start`` was interrupted."""
 
         def request() -> None:
             self._is_cancelled = True
@@ -296,7 +296,7 @@ class Host:
         self._loop.call_soon_threadsafe(call.start_here)
 
     def call_soon(self, callback: Callable[[], None]) -> None:
-        """From any thread."""
+        """Runs the callback on the loop soon. On any thread."""
         self.check_process()
         self._loop.call_soon_threadsafe(callback)
 

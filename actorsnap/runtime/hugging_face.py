@@ -226,7 +226,7 @@ class _Selection:
         tensors: By name.
         left_out: Paths of other values.
         tied: By the name that is written, those that are the same memory.
-        records: Of all objects, by key.
+        records: Records of all objects, by key.
     """
 
     def __init__(self, call: ExportCall, joined: frozenset[str]) -> None:

@@ -40,7 +40,7 @@ _MIN_ALIKE = 4
 """Groups next to each other that are shown once, if they hold the same leaves."""
 
 _MANY_RANKS = 8
-"""With more ranks, equal trees are shown once."""
+"""Number of ranks above which equal trees are shown once."""
 
 _SPOOL_BYTES = 16 << 20
 
@@ -52,7 +52,7 @@ class ListedLeaf:
     entry: Entry
     parts: list[Entry] = field(default_factory=list)
     base: Entry | None = None
-    """Of a view."""
+    """Base of a view."""
 
     @property
     def counts(self) -> bool:

@@ -85,7 +85,7 @@ def _is_late(stored: Callable[[], float], begun_s: float, timeout_s: float, now_
 
 
 class _Pacer:
-    """Of this process. Thread-safe."""
+    """Paces the work of this process. Thread-safe."""
 
     _instance: _Pacer | None = None
 
@@ -107,7 +107,7 @@ class _Pacer:
 
     @classmethod
     def forget(cls) -> None:
-        """In a forked child, where the lock may be held."""
+        """Drops the instance in a forked child, where its lock may be held."""
         cls._instance = None
 
     def end_step(self, seconds: float) -> None:

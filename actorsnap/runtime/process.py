@@ -137,6 +137,6 @@ def has_cores(num_ranks: int, environ: Mapping[str, str] = os.environ) -> bool:
     """Returns whether each rank here has a second core.
 
     Args:
-        num_ranks: Of the job: all are local unless a launcher sets a number.
+        num_ranks: Number of ranks of the job: all are local unless a launcher sets a number.
     """
     return usable_cores() >= 2 * _ranks_here(num_ranks, environ)

@@ -126,7 +126,7 @@ def fail_next(team: Team, options: Options, failure: Failure) -> None:
 
 
 class Topic:
-    """What several calls are about, such as one manager on all ranks.
+    """A subject of several calls, such as one manager on all ranks.
 
     The first call that succeeds names it: only then is it known what belongs together.
     """

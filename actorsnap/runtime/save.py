@@ -99,7 +99,7 @@ class Save:
         is_unanswered: See ``CommitActor``.
         is_detached: The uploader process continues the save without this one.
         output: Where its progress is drawn while a caller waits for it. None: nowhere.
-        keys: Of this rank's app state, if known.
+        keys: Keys of this rank's app state, if known.
     """
 
     host: Host

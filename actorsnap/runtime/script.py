@@ -42,7 +42,7 @@ P = ParamSpec("P")
 ItemT = TypeVar("ItemT", covariant=True)
 
 _is_blocking_allowed = False
-"""In threads with a running event loop."""
+"""Whether calls may block a thread with a running event loop."""
 
 
 async def run_async(script: Script[T]) -> T:

@@ -101,7 +101,7 @@ class OpenSource:
 
     @property
     def storage(self) -> Storage:
-        """That of the data: the reader changes it for a file of another format."""
+        """Storage of the data: the reader changes it for a file of another format."""
         return self.reader.storage
 
     def fetcher(self, **changes: Any) -> FetcherPool:
@@ -122,7 +122,7 @@ class Source:
     """Place, options and cached index of a snapshot that may exist.
 
     Args:
-        written: Of the handle that a save returns.
+        written: The snapshot just saved, for the handle that a save returns.
     """
 
     def __init__(

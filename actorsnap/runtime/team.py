@@ -342,7 +342,7 @@ class Membership:
 _numbers = itertools.count()
 _teams: dict[tuple[str, int], Team] = {}
 _meetings: weakref.WeakKeyDictionary[Any, dict[str, Meeting]] = weakref.WeakKeyDictionary()
-"""By store without queues, and name of the group."""
+"""Meetings by store without queues, and name of the group."""
 
 _lock = threading.Lock()
 

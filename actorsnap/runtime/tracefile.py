@@ -26,7 +26,7 @@ from actorsnap.runtime import pages
 _VERSION = 1
 
 Int: TypeAlias = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
-"""At most 64 bits."""
+"""An int of at most 64 bits."""
 
 
 class ActorTotals(msgspec.Struct, frozen=True, kw_only=True):
@@ -280,7 +280,7 @@ def summaries(trace: TraceFile) -> list[Summary]:
 
 
 def _events_by_call(trace: TraceFile) -> list[list[TraceEvent]]:
-    """In the order of ``abouts``: calls of a rank may overlap."""
+    """Returns events in the order of ``abouts``: calls of a rank may overlap."""
     calls: list[list[TraceEvent]] = []
     for event in trace.trace_events:
         if event.ph == "M" and event.name == "process_name":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What takes the space of a snapshot, over all its ranks: data of a page with a treemap."""
+"""Computes which leaves take the space of a snapshot, over all ranks, for a page with a treemap."""
 
 from __future__ import annotations
 

@@ -374,7 +374,7 @@ def _passed(*descriptors: int) -> Iterator[list[int]]:
 
 
 def _has_stderr() -> bool:
-    """Not inherited if Python has opened it."""
+    """Returns whether standard error was inherited, not opened by Python."""
     try:
         return os.get_inheritable(_STDERR)
     except OSError:

@@ -57,7 +57,7 @@ def main(connection: int, arena: int, log_level: int, trainer: int) -> None:
     Args:
         connection: Descriptor of this end.
         arena: Descriptor of the trainer's arena.
-        log_level: Of lines for the trainer's log.
+        log_level: Level of lines for the trainer's log.
         trainer: Process id.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -146,7 +146,7 @@ class UploaderService:
                 save.cancel("the uploader process was asked to end (SIGTERM)")
 
     def log(self, level: int, logger: str, text: str, fields: Fields) -> None:
-        """From any thread."""
+        """Sends a log line to the trainer. On any thread."""
         if self._idle is not None:
             print(f"actorsnap uploader: {text}", file=sys.stderr)
             return

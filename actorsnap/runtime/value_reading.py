@@ -140,7 +140,7 @@ def _below_layer(path: str, layer: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _View:
-    """What a rank may read.
+    """The part of a snapshot that a rank may read.
 
     Attributes:
         begun: None if the index is whole; else leaves of others are ``Elsewhere`` in it.

@@ -135,7 +135,7 @@ class HeldLeaf:
 
     Attributes:
         path: Escaped.
-        box: Of a shard, whose tensor is ``value``: its place in a tensor of ``global_shape``.
+        box: Box of a shard, whose tensor is ``value``: its place in a tensor of ``global_shape``.
     """
 
     path: str

@@ -36,7 +36,7 @@ class LocalPiece(msgspec.Struct, frozen=True, gc=False, eq=False):
         tensor: Its elements, in the distributed tensor's memory; requires no gradient.
         holders: Ranks that hold this box with equal values; None if only this rank does.
         is_stored: False if another rank stores the box.
-        address: Of the tensor's C-order bytes in CPU memory; 0: unknown.
+        address: Address of the tensor's C-order bytes in CPU memory; 0: unknown.
     """
 
     box: Box

@@ -249,7 +249,7 @@ def scatter(memory: memoryview, cuts: Iterable[Cut]) -> None:
     """Copies from ``memory``. Blocks; for worker threads.
 
     Args:
-        cuts: Of sinks, ascending by ``at``.
+        cuts: Cuts of sinks, ascending by ``at``.
     """
     on_devices: dict[ReturnLane, list[Cut]] = {}
     for cut in cuts:
@@ -322,7 +322,7 @@ class Captured:
 
     Attributes:
         parts: Leaves with bytes, and finished entries, in traversal order of sorted keys.
-        globs: Of replicated leaves, sorted.
+        globs: Globs of replicated leaves, sorted.
         sharded: Tensors that this rank and others hold parts of.
         optimizers: See ``RankManifest``.
     """
@@ -360,7 +360,7 @@ class Captured:
 
     @property
     def outline(self) -> Outline:
-        """What the rank will store, as far as layouts and scopes do not imply it."""
+        """The leaves that the rank will store and that neither layouts nor scopes imply."""
         laid_out = {tensor.path for tensor in self.sharded if tensor.layout is not None}
         private: list[str] = []
         common: list[str] = []

@@ -38,7 +38,7 @@ DTYPES: Final[dict[str, torch.dtype]] = {
     for value in vars(torch).values()
     if isinstance(value, torch.dtype)
 }
-"""By name in manifests."""
+"""dtypes by their names in manifests."""
 
 DTYPE_NAMES: Final = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -61,7 +61,7 @@ CARRIERS: Final[dict[int, torch.dtype]] = {
     8: torch.int64,
     16: torch.complex128,
 }
-"""By item size: a dtype that every kernel can copy. Not all copy sub-byte dtypes."""
+"""A dtype by item size that every kernel can copy. Not all copy sub-byte dtypes."""
 
 _MEMORY_FORMATS: Final[dict[MemoryFormat | None, torch.memory_format]] = {
     None: torch.contiguous_format,

@@ -32,7 +32,7 @@ class XlaPiece(NamedTuple):
 
 
 class XlaPieces(NamedTuple):
-    """What a process has of a tensor.
+    """The parts of a tensor that a process has.
 
     Attributes:
         ranks: All processes.

@@ -231,7 +231,7 @@ class ObjectWriter(ABC):
         Args:
             views: C-contiguous; at least ``Capabilities.least_write_bytes(size)`` bytes, unless
                 they end the object.
-            crc32c: Of all bytes, if known.
+            crc32c: CRC32C of all bytes, if known.
 
         Raises:
             StorageError: Retryable if ``checks_crc32c`` and other bytes arrived: write the range

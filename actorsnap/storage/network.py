@@ -53,7 +53,7 @@ class NetworkOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of all services. Times are in seconds.
 
     Attributes:
-        endpoint_url: Of a server other than the provider's.
+        endpoint_url: URL of a server other than the provider's.
         anonymous: Send no credentials, for public buckets and emulators.
         ca_bundle: File of trusted certificate authorities.
         max_concurrency: Requests at a time.
@@ -116,7 +116,7 @@ def add_policies(storage: Storage, options: NetworkOptions, context: StorageCont
 
 
 def encode_crc32c(value: int) -> str:
-    """As both services write it."""
+    """Returns the form that both services use."""
     return b64encode(value.to_bytes(4, "big")).decode()
 
 

@@ -79,7 +79,7 @@ class S3Upload(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The state shared by the writers of one object; encoded, it is the token.
 
     Attributes:
-        id: Of the multipart upload; empty for an object that is one put.
+        id: ID of the multipart upload; empty for an object that is one put.
         unit: Least size of a write, the last one excepted.
     """
 

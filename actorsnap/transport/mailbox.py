@@ -64,7 +64,7 @@ class StoreStatistics:
 
     Attributes:
         messages_sent, messages_received: Without those within rank 0.
-        bytes_sent: Of all frames.
+        bytes_sent: Bytes of all frames.
         num_dropped: Late or foreign frames.
     """
 

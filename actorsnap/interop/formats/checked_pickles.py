@@ -26,7 +26,7 @@ _LEFT_OUT = (
 _DICTS: Final = frozenset([dict, OrderedDict, Counter])
 
 _MAX_KEY_DEPTH = 32
-"""Of tuples in a key. Python hashes them recursively, however deep they are."""
+"""Largest depth of tuples in a key. Python hashes them recursively, at any depth."""
 
 _LARGE_BITS = 64
 _MAX_LARGE = 10_000
@@ -43,7 +43,7 @@ class Refusal(pickle.UnpicklingError):
     """A pickle needs something that may be harmless, and that only the caller can allow.
 
     Attributes:
-        name: Of a global that the caller can allow; empty for something else.
+        name: Name of a global that the caller can allow; empty for something else.
     """
 
     def __init__(self, why: str, *, name: str = "") -> None:

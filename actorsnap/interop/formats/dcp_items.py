@@ -58,11 +58,11 @@ _Piece: TypeAlias = tuple[int, bytes]
 
 _ZSTD = "stream.zstd/1"
 _MAX_UNPACKED_BYTES = 1 << 28
-"""Of all compressed values of a folder, together."""
+"""Largest total size of all compressed values of a folder, in bytes."""
 
 
 _BEGINNING_BYTES = 64 << 10
-"""Of what a compressed tensor holds: torch's data begins in the first KiB."""
+"""Bytes read from the start of a compressed tensor: torch's data begins in the first KiB."""
 
 _PACKED_BYTES = (128 << 10) + 64, 512 << 10
 """Read of a compressed tensor for its beginning; more if that is not there. A block of zstd, which
@@ -126,7 +126,7 @@ class Located(msgspec.Struct):
 
     Attributes:
         zips: By item.
-        tensors: Of safetensors files, by file and fqn.
+        tensors: Tensors of safetensors files, by file and fqn.
         num_unpacked: Bytes of the values that were compressed.
     """
 

@@ -22,7 +22,7 @@ from actorsnap.interop.formats.checked_pickles import CheckedUnpickler
 from actorsnap.state.tensors import DTYPES
 
 Path: TypeAlias = tuple[str | int, ...]
-"""Of a leaf: str for dict keys, int for list positions."""
+"""Path of a leaf: str for dict keys, int for list positions."""
 
 _DCP = "torch.distributed.checkpoint.metadata"
 _TENSOR = "TensorStorageMetadata"
@@ -63,7 +63,7 @@ _INERT = frozenset(
 _OF_BYTES_IO = frozenset([("_io", "BytesIO"), ("_codecs", "encode"), ("__builtin__", "bytes")])
 
 _MAX_ARGUMENTS = 64
-"""Of a call, also the dims of a shape. A call copies them, and takes a few bytes of a pickle."""
+"""Most arguments of a call, or dims of a shape: a call of a few pickle bytes copies them."""
 
 BYTES_IO = "actorsnap.BytesIO"
 """Begins a pair with the content of a ``BytesIO``, also in snapshots of ``interop.dcp``."""
@@ -82,7 +82,7 @@ class DcpMark(msgspec.Struct, frozen=True):
     Attributes:
         v: Version of this mark.
         flat: False: the planner did not flatten; all leaves are at the top level.
-        key: Of leaves at the top level of the state dict; empty if they keep their names.
+        key: Key of leaves at the top level of the state dict; empty if they keep their names.
             ``dcp_folders`` chooses another one.
     """
 

@@ -266,7 +266,7 @@ class StateDescriber:
 
     Args:
         key: Name of the file, for messages.
-        ghosts: Of the pickle.
+        ghosts: Ghosts of the pickle.
         locate: Returns the place of bytes ``[start, stop)`` of a storage.
         replicated: Whether all ranks may read it.
     """

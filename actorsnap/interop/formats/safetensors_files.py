@@ -28,7 +28,7 @@ _SHARDED = "sharded/"
 """Where DCP's writer puts what it then consolidates."""
 
 _MAX_HEADER_BYTES = 100_000_000
-"""What safetensors refuses, in bytes."""
+"""Largest header that safetensors accepts, in bytes."""
 
 _LENGTH_BYTES = 8
 _GUESS_BYTES = 128 << 10

@@ -45,16 +45,16 @@ ZIP_MAGIC = b"PK\x03\x04"
 _INNER = (torch.Tensor, dict, list, tuple)
 _PICKLE = "/data.pkl"
 _NAME = "pytorch_model.bin"
-"""In an old Hugging Face repo."""
+"""File name in old Hugging Face repos."""
 
 _FIRST_BYTES = 1 << 20
-"""Of the older format, read first."""
+"""Bytes that are read first, of the older format."""
 
 _SMALL_BYTES = 64 << 10
 """A file that is read at once."""
 
 _MAX_PICKLES_BYTES = 1 << 28
-"""Of the older format: what is read at most to find the end of its pickles."""
+"""Most bytes that are read to find the end of the pickles of the older format."""
 
 _COUNT_BYTES = 8
 """Before each storage of the older format: its number of elements."""

@@ -37,7 +37,7 @@ _OPCODES: Final = (
     *(pickle.BINPERSID, pickle.BINGET, pickle.LONG_BINGET, pickle.BINPUT, pickle.LONG_BINPUT),
     *(pickle.LONG1, pickle.PROTO, pickle.STOP),
 )
-"""Of protocols 2 and 3, as torch's unpickler knows them."""
+"""Opcodes of protocols 2 and 3 that torch's unpickler knows."""
 
 
 _NEW_OPCODES: Final = (
@@ -46,7 +46,7 @@ _NEW_OPCODES: Final = (
     *(pickle.STACK_GLOBAL, pickle.MEMOIZE, pickle.FRAME, pickle.BYTEARRAY8),
     *(pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
 )
-"""Of later ones."""
+"""Opcodes of later protocols."""
 
 
 class TorchUnpickler(CheckedUnpickler):

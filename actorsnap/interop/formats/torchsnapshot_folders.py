@@ -153,7 +153,7 @@ _Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(eq=False)
 class _World:
-    """What describers of all ranks share.
+    """State that the describers of all ranks share.
 
     Attributes:
         saved: The files of ``torch.save``, or why they cannot be read.

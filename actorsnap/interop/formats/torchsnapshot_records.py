@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``.snapshot_metadata`` of torchsnapshot holds: a record per leaf and container."""
+"""Contents of torchsnapshot's ``.snapshot_metadata``: a record per leaf and container."""
 
 from __future__ import annotations
 

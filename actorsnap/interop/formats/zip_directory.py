@@ -34,7 +34,7 @@ _TAIL_BYTES = _END.size + _LOCATOR_64.size + _END_64.size + _MAX_COMMENT_BYTES
 _IN_64 = 0xFFFFFFFF
 
 _MAX_READ_BYTES = 1 << 28
-"""Of a directory, and of a record that is read whole: the largest that is taken for true."""
+"""Largest plausible size of a directory, and of a record that is read whole, in bytes."""
 
 _CRC_BYTES = 1 << 20
 """Read at a time of a record that is not read whole."""
@@ -46,7 +46,7 @@ class ZipRecord(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         header: Where its local header begins.
         packing: Why its bytes are not those in the file: ``"compressed"``; empty if they are.
-        crc32: Of its bytes; 0 if the writer did not compute it.
+        crc32: CRC-32 of its bytes; 0 if the writer did not compute it.
     """
 
     name: str

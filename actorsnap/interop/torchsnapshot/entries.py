@@ -26,7 +26,7 @@ from actorsnap.state.objects import decode_inline
 from actorsnap.state.tree import Key, unescape
 
 VERSION = "0.1.0"
-"""What torchsnapshot writes, in all of its versions."""
+"""Version that all releases of torchsnapshot write."""
 
 _ELSEWHERE = "actorsnap"
 """Serializer of leaves that are in no form of torchsnapshot's."""

@@ -30,8 +30,8 @@ class Hints:
     """The hints of one restore.
 
     Args:
-        entries: Of the snapshot, by key.
-        states: Of the app state, in load order.
+        entries: Entries of the snapshot, by key.
+        states: States of the app state, in load order.
         rename: What changed the paths of ``entries``.
     """
 

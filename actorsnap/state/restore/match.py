@@ -248,10 +248,10 @@ class Pair(msgspec.Struct, frozen=True, gc=False, eq=False):
     """A stored leaf to restore, and its target.
 
     Attributes:
-        dtype: Of a dense tensor; else None.
+        dtype: dtype of a dense tensor; else None.
         target: A tensor or array that fits; None makes a fresh value.
         sharding: That of a distributed target; else None.
-        address: Of a target that is plain and in C order, like the stored bytes; else None.
+        address: Address of a target that is plain and in C order, like the stored bytes; else None.
         is_cast: The target is distributed, and of another dtype.
     """
 

@@ -68,7 +68,7 @@ class BoxReads:
     """The reads that fill the boxes of pieces with those of a stored tensor.
 
     Args:
-        plan: Of ``shards``, and the boxes of the pieces.
+        plan: Plan of ``shards``, and the boxes of the pieces.
         default: The holders of pieces without.
         lanes: For pieces on devices.
     """
