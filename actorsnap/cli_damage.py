@@ -88,14 +88,34 @@ def verify(
         if as_json:
             problems = [str(problem) for problem in report.problems]
             state = "ok" if report.ok else "damaged"
-            output.print_json(
-                {"path": path, **output.report_json(report), "state": state, "problems": problems}
-            )
+            document = {"path": path, **output.report_json(report), "state": state}
+            document["problems"] = problems
+            if report.ok:
+                document["num_unused"], document["unused_bytes"] = _unused(source)
+            output.print_json(document)
             raise typer.Exit(0 if report.ok else 1)
         if not report.ok:
             output.print_columns([path, "damaged", str(problem)] for problem in report.problems)
             raise typer.Exit(1)
         output.write_lines([f"ok: {', '.join(output.checked_text(report, full=full))}"])
+        number, nbytes = _unused(source)
+        if number:
+            objects = output.count_of(number, "unused object", "unused objects")
+            command = f"rm --garbage {shlex.quote(output.one_line(path))}"
+            output.write_lines(
+                [
+                    f"{objects} of other attempts, {output.size_text(nbytes)}: `actorsnap "
+                    f"{command}` deletes those of saves that ended"
+                ]
+            )
+
+
+def _unused(source: Source) -> tuple[int, int]:
+    """Returns number and bytes of unused objects; zeros if they cannot be listed."""
+    try:
+        return run(maintenance.measure_unused(source))
+    except (FormatError, StorageError):  # also of another format
+        return 0, 0
 
 
 def recover(

@@ -373,6 +373,24 @@ def test_verify_of_a_whole_one(saved: Path) -> None:
     assert (ended.code, ended.err) == (0, "")
 
 
+def test_verify_counts_the_objects_of_other_attempts(saved: Path, unfinished: Path) -> None:
+    found = json.loads(run("verify", saved, "--json").out)
+    assert (found["num_unused"], found["unused_bytes"]) == (0, 0)
+    (left,) = unfinished.iterdir()
+    shutil.copytree(left, saved / left.name)
+    ended = run("verify", saved)
+    assert (ended.code, ended.err) == (0, "")
+    assert ended.lines == [
+        "ok: 2 data objects",
+        f"1 unused object of other attempts, 4 B: `actorsnap rm --garbage {saved}` deletes those "
+        "of saves that ended",
+    ]
+    found = json.loads(run("verify", saved, "--full", "--json").out)
+    assert (found["num_unused"], found["unused_bytes"]) == (1, 4)
+    assert run("rm", "--garbage", "--force", saved).code == 0
+    assert run("verify", saved).lines == ["ok: 2 data objects"]
+
+
 def test_verify_of_a_damaged_one(saved: Path) -> None:
     (data,) = saved.glob("*/data/model/*")
     raw = bytearray(data.read_bytes())

@@ -131,6 +131,18 @@ def find_leftovers(source: Source) -> Script[list[Leftover]]:
     return (yield from source.perform("list", perform))
 
 
+def measure_unused(source: Source) -> Script[tuple[int, int]]:
+    """Returns number and bytes of the objects of attempts next to the committed one."""
+
+    async def perform(opened: OpenSource) -> tuple[int, int]:
+        commit = await opened.reader.own_commit()
+        others = {*await find_attempts(opened.storage)} - {commit.attempt}
+        sizes = [i.size for name in others async for i in opened.storage.list(f"{name}/")]
+        return len(sizes), sum(sizes)
+
+    return (yield from source.perform("list", perform))
+
+
 def find_snapshots(
     source: Source, *, failed: dict[str, StorageError] | None = None
 ) -> Script[dict[str, Commit | FormatError | None]]:
