@@ -782,6 +782,8 @@ def test_verify_as_json(root: Path) -> None:
         "num_objects": 1,
         "nbytes": 0,
         "problems": [],
+        "num_unused": 0,
+        "unused_bytes": 0,
     }
     found = json.loads(run("verify", root / name(0), "--full", "--json").out)
     assert found["level"] == "full"
