@@ -73,7 +73,11 @@ _MAX_NAMED = 4
 
 _CHECKPOINT_NAME = re.compile(r"(checkpoint|ckpt|epoch|iter|step)\D*(\d+).*", re.IGNORECASE)
 
-_LOST_COMMIT = "its commit object is gone: `actorsnap recover` writes it again"
+_BEFORE_A_SAVE = "if you stop this job before its next save"
+
+_LOST_COMMIT = f"its commit object is gone: `actorsnap recover` writes it again, {_BEFORE_A_SAVE}"
+
+_RECOVERS = f"adds it to the run {_BEFORE_A_SAVE}"
 
 
 class Search:
@@ -199,7 +203,7 @@ class Search:
                     if name in continued and name not in listing.records.intents:
                         self._skipped[place.url_of(name)] = _LOST_COMMIT
                     else:
-                        await place.warn_of_complete(there, name)
+                        await place.warn_of_complete(there, name, _RECOVERS)
 
     @property
     def _pairs(self) -> list[tuple[str, str]]:

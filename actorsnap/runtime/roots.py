@@ -398,10 +398,15 @@ class Root:
                 return True
         return False
 
-    async def warn_of_complete(self, opened: OpenSource, name: StepName) -> None:
+    async def warn_of_complete(
+        self, opened: OpenSource, name: StepName, remedy: str = "makes it a snapshot"
+    ) -> None:
         """Warns once of a snapshot that lacks only the commit object: it stays, and takes space.
 
         Unless its save may still be running: it commits soon.
+
+        Args:
+            remedy: What ``actorsnap recover`` does.
         """
         if name in self._complete:
             return
@@ -410,9 +415,9 @@ class Root:
         self._complete.add(name)
         size = sum([info.size async for info in opened.storage.list(f"{name}/")])
         logger.warning(
-            "%s is complete, but was not committed, and stays (%s): `actorsnap recover` "
-            "makes it a snapshot, `actorsnap rm --garbage` deletes it",
-            *(self.url_of(name), size_text(size)),
+            "%s is complete, but was not committed, and stays (%s): `actorsnap recover` %s, "
+            "`actorsnap rm --garbage` deletes it",
+            *(self.url_of(name), size_text(size), remedy),
         )
 
     async def claim_generation(
