@@ -369,6 +369,21 @@ def test_one_exception_is_shown(tmp_path: Path) -> None:
     assert number == errno.ENOTDIR
 
 
+@pytest.mark.parametrize("content", ["", "mine"])
+@pytest.mark.parametrize("call", ["maybe_save", "restore_latest"])
+def test_no_group_is_in_the_context(tmp_path: Path, content: str, call: str) -> None:
+    """IPython would show its own frames."""
+    file = tmp_path / "file"
+    file.write_text(content)
+    manager = CheckpointManager(file, STATE, save=every.steps(1))
+    with pytest.raises(NotASnapshot, match="so is a run: check the path") as raised:
+        getattr(manager, call)(*([1] if call == "maybe_save" else []))
+    each: BaseException | None = raised.value
+    while each is not None:
+        assert not isinstance(each, BaseExceptionGroup)
+        each = each.__context__
+
+
 def shown(error: BaseException) -> list[type[BaseException]]:
     """The classes of the exceptions that a traceback shows, the error's own first."""
     found = []

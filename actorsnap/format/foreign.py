@@ -150,7 +150,7 @@ def recognize_file(head: bytes, url: str) -> tuple[str, str]:
         return "foreign", "this is a safetensors file, not a snapshot"
     if head[:1] == b"\x80" and head[1:2] in (b"\x02", b"\x03", b"\x04", b"\x05"):
         return "foreign", "this is a pickle file: pickle.load reads it, if you trust it"
-    if not head:
+    if not head and url.endswith(tuple(_READERS)):
         return "unknown", "this file is empty: a save or a copy did not end; use another"
     if head.startswith(b"version https://git-lfs"):
         return "unknown", "this is a pointer of Git LFS, not the file: run `git lfs pull` there"

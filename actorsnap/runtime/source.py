@@ -214,7 +214,7 @@ class Source:
                         if _is_damage(error):
                             await errands.run(reader.check_replaced)
                         if what := await errands.run(reader.explain, error):
-                            raise what from error
+                            raise what from first_error(error)
                         raise
         if scope.cancelled_caught:
             raise StorageError(

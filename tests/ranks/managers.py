@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import shutil
 import time
+import traceback
 from collections.abc import Awaitable, Callable
 from contextlib import chdir, suppress
 from dataclasses import replace
@@ -554,6 +555,18 @@ def does_not_fit(me: Rank, path: str) -> dict[str, Any]:
     return said
 
 
+def finds_a_file(me: Rank, path: str) -> list[str]:
+    """The root is a file."""
+    Path(path).touch()
+    dist.barrier()
+    manager = CheckpointManager(path, {"x": StateDict()}, save=every.steps(1), options=OPTIONS)
+    try:
+        manager.maybe_save(1)
+    except NotASnapshot as error:
+        return traceback.format_exception(error)
+    return []
+
+
 def ends_the_group(me: Rank, path: str) -> list[str]:
     """The process group ends before the manager."""
     state = {"train": StateDict(step=0)}
@@ -573,6 +586,7 @@ _SCENARIOS: dict[str, Callable[..., Any]] = {
         *(falls_back, finds_none, not_shared, is_taken, differs, objects, has_trouble, ends_early),
         *(fails_apart, is_idle, like_xla, saves, shows_progress, has_tier, drifts),
         *(has_another_policy, call_by_other_names, vanishes, does_not_fit, ends_the_group),
+        finds_a_file,
     )
 }
 

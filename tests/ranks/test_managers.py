@@ -370,6 +370,14 @@ def test_what_all_ranks_find_names_no_rank_as_the_first(
         assert not [note for note in notes if "the first to fail" in note]
 
 
+def test_a_root_that_is_a_file_is_one_error_on_all(director: Director, tmp_path: Path) -> None:
+    for lines in play(director, tmp_path, "finds_a_file", 2):
+        text = "".join(lines)
+        assert "this is a file; a snapshot is a folder" in text
+        assert "ExceptionGroup" not in text
+        assert "direct cause" not in text
+
+
 def test_a_process_group_that_ends_before_the_manager(director: Director, tmp_path: Path) -> None:
     for rank, texts in enumerate(play(director, tmp_path, "ends_the_group", 2)):
         assert not [text for text in texts if "did not answer" in text]
