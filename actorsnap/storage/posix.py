@@ -427,8 +427,8 @@ def translate_os_error(error: OSError, *, op: str, key: str, root: str) -> Stora
     if number == errno.ENOSPC:
         return make(
             StorageFull,
-            f"{reason}: {_describe_free_space(root)}. Delete old snapshots (`actorsnap prune` or "
-            "`rm`) or store elsewhere",
+            f"{reason}: {_describe_free_space(root)}. Delete old snapshots (of a run: "
+            "`actorsnap prune ROOT --keep last:1`; others: `actorsnap rm PATH`) or store elsewhere",
         )
     if number == errno.EDQUOT:
         return make(

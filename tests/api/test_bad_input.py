@@ -309,9 +309,7 @@ def test_a_full_disk(zygote: Zygote, tmp_path: Path) -> None:
         assert one["error"] == "SnapshotAborted", one
         assert one["cause"] == "StorageFull", one
         assert "bytes were left when it failed. Delete old snapshots" in one["says"], one
-        assert (
-            "Delete old snapshots (`actorsnap prune` or `rm`) or store elsewhere" in one["says"]
-        ), one
+        assert "`actorsnap prune ROOT --keep last:1`; others: `actorsnap rm PATH`)" in one["says"]
         assert one["older"] == 1, one
         assert one["left"] == [], one
     # Every object has been the one that did not fit.
