@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from shlex import quote
 
 import msgspec
 
@@ -298,9 +299,11 @@ class _Recovery:
         save, problem = None, None
         try:
             if not ranks:
+                url = self._opened.source.location.display_url
                 raise NotASnapshot(
-                    key=self._opened.source.location.display_url,
-                    detail=f"the attempt {name} has no rank manifest",
+                    key=url,
+                    detail=f"the attempt {name} cannot be recovered: its save or copy ended before "
+                    f"all data was stored. `actorsnap rm --garbage {quote(url)}` frees its space",
                     found="unfinished",
                 )
             manifest, _ = await self._opened.reader.use_manifest(

@@ -239,8 +239,8 @@ def rename(path: Path) -> None:
 @pytest.mark.parametrize(
     ("find", "damage", "error", "says"),
     [
-        (manifest_of, remove, NotASnapshot, "has no rank manifest"),
-        (manifest_of, rename, NotASnapshot, "has no rank manifest"),
+        (manifest_of, remove, NotASnapshot, "ended before all data was stored"),
+        (manifest_of, rename, NotASnapshot, "actorsnap rm --garbage .*` frees its space"),
         (manifest_of, cut, ChecksumMismatch, "bytes after its head, and"),
         (
             manifest_of,
