@@ -493,7 +493,7 @@ def test_several_attempts_are_complete(tmp_path: Path) -> None:
     assert str(attempts[2]) not in str(error)
     assert "hours old" in str(error)
     refused(tmp_path / "s", UsageError, "there is no attempt 'x'.*20260101", attempt="x")
-    error = refused(tmp_path / "s", NotASnapshot, "no rank manifest", attempt=str(attempts[2]))
+    error = refused(tmp_path / "s", NotASnapshot, "cannot be recovered", attempt=str(attempts[2]))
     assert str(tmp_path / "s") in str(error)
     assert str(attempts[2]) in str(error)
     report = Snapshot(tmp_path / "s").recover(attempt=str(attempts[1]))
@@ -555,7 +555,7 @@ def test_nothing_to_recover(tmp_path: Path) -> None:
     attempt = tmp_path / "dead" / str(now_by("ffffffff", 1)) / "data" / "model"
     attempt.mkdir(parents=True)
     (attempt / "0-0.safetensors").write_bytes(b"half")
-    error = refused(tmp_path / "dead", NotASnapshot, "no rank manifest")
+    error = refused(tmp_path / "dead", NotASnapshot, "cannot be recovered")
     assert getattr(error, "found", None) == "unfinished"
 
 
