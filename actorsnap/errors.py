@@ -317,13 +317,18 @@ class ChecksumMismatch(FormatError):
         if not self.url:
             return text
         url = quote(self.url)
-        remedy = f"verify {url} --full` shows all damage"
+        older = (
+            "restore an older one. If it is a copy, verify its source (`actorsnap verify --full`), "
+            f"delete the copy (`actorsnap rm {url}`) and copy again"
+        )
         if self.key in _COMMIT_KEYS:
-            remedy = f"recover {url} --replace-damaged` writes it again, if the rest is intact"
+            return (
+                f"{text}. The snapshot {self.url} is damaged: `actorsnap recover {url} "
+                f"--replace-damaged` writes it again, if the rest is intact. Otherwise {older}"
+            )
         return (
-            f"{text}. The snapshot {self.url} is damaged: restore an older one. If it is a copy, "
-            "verify its source (`actorsnap verify --full`), delete the copy (`actorsnap rm "
-            f"{url}`) and copy again. `actorsnap {remedy}"
+            f"{text}. The snapshot {self.url} is damaged: {older}. `actorsnap verify {url} --full` "
+            "shows all damage"
         )
 
 

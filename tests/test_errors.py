@@ -130,7 +130,8 @@ def test_only_a_lost_commit_object_is_recovered() -> None:
     """A file of another format has no slash in its name, either."""
     for key in (*COMMIT_KEYS, "model.safetensors", "a/manifest/0.json"):
         error = ChecksumMismatch(key=key, detail="differs", url="/run/model")
-        assert ("actorsnap recover" in str(error)) == (key in COMMIT_KEYS)
+        is_lost = "is damaged: `actorsnap recover /run/model --replace-damaged`" in str(error)
+        assert is_lost == (key in COMMIT_KEYS)
         assert "restore an older one. If it is a copy, verify its source" in str(error)
 
 
