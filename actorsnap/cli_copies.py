@@ -128,7 +128,14 @@ def cp(
             help="Path or URL of the copy itself, not of the folder above it.", metavar="DST"
         ),
     ],
-    overwrite: OverwriteOption = False,
+    overwrite: Annotated[
+        bool,
+        typer.Option(
+            "--overwrite",
+            help="Replace an existing snapshot or export at DST. If it is the same snapshot, "
+            "compare sizes, not bytes.",
+        ),
+    ] = False,
     all: Annotated[
         bool,
         typer.Option(
@@ -165,11 +172,13 @@ def cp(
         if as_json:
             output.write_lines([json.dumps({"kind": "done", **msgspec.to_builtins(report)})])
         elif report.was_there:
+            quoted = shlex.quote(output.one_line(to))
             output.write_lines(
                 [
                     f"{to} already holds this snapshot; nothing was changed: all objects exist and "
                     "have the right sizes. `actorsnap verify --full "
-                    f"{shlex.quote(output.one_line(to))}` compares their bytes"
+                    f"{quoted}` compares their bytes; if it finds damage, delete the copy "
+                    f"(`actorsnap rm {quoted}`) and copy again"
                 ]
             )
         else:
