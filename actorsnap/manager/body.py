@@ -55,7 +55,7 @@ from actorsnap.protocol.failure import Failure, Stage
 from actorsnap.protocol.messages import CallKind, Label
 from actorsnap.runtime import restore, taking
 from actorsnap.runtime.bars import Output
-from actorsnap.runtime.host import Host, Script
+from actorsnap.runtime.host import Host, Script, wait_done
 from actorsnap.runtime.location import (
     AppState,
     check_flag,
@@ -286,6 +286,7 @@ class ManagerBody:
                 self._keeper.make_room()
             raise
         self._pending.add(name, save)
+        _saves[save] = self._label_url
         self._given = None
         if self._is_keeper:
             self._find_keeper().watch(name, save)
@@ -479,8 +480,16 @@ class ManagerBody:
         # A partial restore of a damaged snapshot would leave its values in the app state.
         level = valid if strict else "full"
         yield from self._pending.wait()
+        yield from self._wait_for_earlier()
         search = Search(self.places, level, allow_fresh)
         return (yield from self._search(CallKind.RESTORE_LATEST, search, state, refusal, strict))
+
+    def _wait_for_earlier(self) -> Script[None]:
+        """Waits for saves of managers of this process that were not closed, as in a notebook."""
+        host = Host.get()  # another one in a fork
+        earlier = [s for s, url in _saves.items() if url == self._label_url and s.host is host]
+        for save in earlier:
+            yield partial(_wait_done, save)
 
     def restore(self, step: int, app_state: AppState | None, *, strict: bool) -> Script[Restored]:
         """Restores a step of the current timeline; later steps are abandoned by the next save."""
@@ -811,11 +820,18 @@ class ManagerBody:
 
 _unclosed: weakref.WeakSet[ManagerBody] = weakref.WeakSet()
 
+_saves: weakref.WeakKeyDictionary[Save, str] = weakref.WeakKeyDictionary()
+"""Saves of this process, with their roots."""
+
 
 @atexit.register
 def _report_unclosed() -> None:
     for body in [*_unclosed]:
         body.report_unclosed()
+
+
+async def _wait_done(save: Save, _: Host) -> None:
+    await wait_done(save.finished)
 
 
 def _nothing() -> Script[None]:

@@ -230,10 +230,12 @@ class Deleter:
 
         async def look(name: StepName) -> None:
             if await self._attempt_of(name) is None:
-                if name in begun or not await self._root.has_complete(self._opened, name):
+                if name in begun:
                     unused.append(name)
-                else:
+                elif await self._root.has_complete(self._opened, name):
                     await self._root.warn_of_complete(self._opened, name)
+                elif not await self._root.may_be_saving(self._opened, name):
+                    unused.append(name)
 
         seen = await self._each(rests, look)
         await self._each(unused, self._delete_folder)

@@ -485,6 +485,11 @@ async def may_run(host: Host, attempts: Iterable[str]) -> bool:
     return await host.run_blocking(lambda: any(_may_run(host, attempt) for attempt in found))
 
 
+def is_of_another_host(attempt: str) -> bool:
+    parsed = Attempt.parse(attempt)
+    return parsed is not None and parsed.host != host_id()
+
+
 def _may_run(host: Host, attempt: Attempt) -> bool:
     """Returns whether an attempt of this host may be running."""
     return attempt.host == host_id() and host.resources.attempts.may_run(attempt)

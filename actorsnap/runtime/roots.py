@@ -51,7 +51,7 @@ from actorsnap.planning.keeping import StoredStep
 from actorsnap.planning.marks import Facts, Pin
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, linked_step, make_location, open_location
-from actorsnap.runtime.maintenance import may_run
+from actorsnap.runtime.maintenance import is_of_another_host, may_run
 from actorsnap.runtime.marks import MarksReader
 from actorsnap.runtime.process import host_id
 from actorsnap.runtime.source import MAX_SMALL_READS, OpenSource, Source, opened_storage
@@ -69,6 +69,9 @@ _LATEST = "latest"
 
 _MAX_CLAIMS = 100
 """Tries to take a generation while other managers take theirs."""
+
+_QUIET_S = 15 * 60.0
+"""A save of another host that has stored nothing for as long counts as dead."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -397,6 +400,22 @@ class Root:
             if await is_complete(storage, run_blocking, f"{name}/{attempt}"):
                 return True
         return False
+
+    async def may_be_saving(self, opened: OpenSource, name: StepName) -> bool:
+        """Returns whether a save of an earlier manager may still commit the snapshot.
+
+        Without its data, the commit would be damaged. On other hosts, a save counts as dead when it
+        has stored nothing for ``_QUIET_S``.
+        """
+        attempts = await opened.storage.list_folders(str(name))
+        if await may_run(opened.host, attempts):
+            return True
+        stored = [
+            info.modified_s
+            for attempt in filter(is_of_another_host, attempts)
+            async for info in opened.storage.list(f"{name}/{attempt}/")
+        ]
+        return time.time() - max(stored, default=0.0) < _QUIET_S
 
     async def warn_of_complete(
         self, opened: OpenSource, name: StepName, remedy: str = "makes it a snapshot"

@@ -41,6 +41,7 @@ from actorsnap.storage.wrapper import Wrapper
 from actorsnap.sync import Snapshot
 from tests.api.faults import faulty, faulty_url
 from tests.api.managed import Operation, Tally, TallyStorage, fail
+from tests.api.slow_storage import gated
 
 
 class Run:
@@ -328,6 +329,7 @@ def test_files_in_folders_named_as_snapshots_stay(
     rest = root / "step-0000000002.g1/20260101T000000-00000000-1-00000000/data/x/0-0.safetensors"
     rest.parent.mkdir(parents=True)
     rest.write_text("rest")
+    os.utime(rest, (0, 0))  # of another host: it may still run if it has just stored something
     second = Run(root, keep=keep.last(1), min_valid=1)
     second.manager.restore_latest()
     second.train(100)
@@ -668,6 +670,24 @@ def test_a_manager_that_was_not_closed(root: Path, caplog: pytest.LogCaptureFixt
     (text,) = [record.getMessage() for record in caplog.records]
     assert "step 100 was committed after this run had restored step 0" in text
     assert "Close a manager before you begin the next one" in text
+
+
+def test_a_restore_waits_for_a_manager_that_was_not_closed(
+    root: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with gated(str(root)) as (url, gate):
+        first = Run(url)
+        first.train(0)
+        gate.wait_until_held()
+        del first  # a cell that runs again
+        second = Run(url)
+        threading.Timer(0.2, gate.open).start()
+        found = second.manager.restore_latest()
+        assert found is not None
+        assert found.step == 0
+        second.train(100)
+        second.close()
+    assert not caplog.records
 
 
 def test_metrics_and_best(root: Path) -> None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,8 +18,9 @@ from typing import Any, ParamSpec, TypeVar
 
 import anyio.to_thread
 import pytest
+import torch
 
-from actorsnap import AccessDenied, NoValidSnapshot, RootTaken, sync
+from actorsnap import AccessDenied, NoValidSnapshot, Options, RootTaken, StateDict, sync
 from actorsnap import manager as asynchronous
 from actorsnap.format.layout import Attempt
 from actorsnap.format.manifest import COMMIT_KEY
@@ -30,6 +33,7 @@ from actorsnap.storage.wrapper import without_blocking_io
 from tests.api import managed
 from tests.api.faults import faulty, faulty_url
 from tests.api.managed import Operation, Tally, TallyStorage, Trainer
+from tests.api.slow_storage import gated
 from tests.api.zygote import Zygote
 
 T = TypeVar("T")
@@ -428,6 +432,56 @@ def test_a_restore_does_not_report_a_step_that_is_being_committed(
     second.manager.restore_latest()
     assert "is complete, but was not committed" in caplog.text
     second.manager.close()
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_pass_leaves_a_save_of_an_earlier_manager_that_still_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_here: bool
+) -> None:
+    root = tmp_path / "run"
+    state = StateDict(big=torch.ones(2 * 2**20), small=torch.ones(1000))
+    settings: dict[str, Any] = {"save": every.steps(1), "keep": keep.last(1)}
+    with gated(str(root), free_bytes=2**20) as (url, gate):
+        options = Options(offload="thread")
+        first = CheckpointManager(url, {"train": state}, options=options, **settings)
+        first.maybe_save(0)
+        gate.wait_until_held()
+        folder = root / "step-0000000000.g1"
+        while not [*folder.glob("*/data/**/*.safetensors")]:
+            time.sleep(0.01)
+        if not is_here:
+            monkeypatch.setattr("actorsnap.runtime.maintenance.host_id", lambda: "0" * 8)
+        second = Trainer(root, **settings)
+        second.train(0, 1)
+        second.manager.close()
+        gate.open()
+        first.close()
+        assert sync.Snapshot(str(folder)).verify("full").ok
+
+
+def test_a_save_of_another_host_that_stores_nothing_is_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "run"
+    first = Trainer(root, keep=keep.all())
+    first.train(0)
+    first.manager.close()
+    folder = root / "step-0000000000.g1"
+    (folder / "actorsnap.json").unlink()
+    for manifest in folder.glob("*/manifest/*"):
+        manifest.unlink()
+    monkeypatch.setattr("actorsnap.runtime.maintenance.host_id", lambda: "0" * 8)
+    second = Trainer(root, keep=keep.all())
+    second.train(1)
+    second.manager.close()
+    assert folder.exists()
+    an_hour_ago = time.time() - 3600
+    for path in folder.rglob("*.safetensors"):
+        os.utime(path, (an_hour_ago, an_hour_ago))
+    third = Trainer(root, keep=keep.all())
+    third.train(2)
+    third.manager.close()
+    assert not folder.exists()
 
 
 def test_a_restore_reports_newer_steps_that_lost_their_commit_object(
