@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import os
 import pickle
+import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from io import BytesIO
 from math import prod
-from typing import Any, TypeVar, overload
+from types import CoroutineType
+from typing import Any, TypeVar, cast, overload
 
 import msgspec
 import torch
@@ -57,7 +59,7 @@ from actorsnap.runtime.exporting import (
 )
 from actorsnap.runtime.host import Host, Script
 from actorsnap.runtime.location import Location, check_flag, make_location
-from actorsnap.runtime.script import run_async, run_sync
+from actorsnap.runtime.script import AsyncCall, how_to_await, run_async, run_sync
 from actorsnap.runtime.source import OpenSource, Source, begins_anew
 from actorsnap.snapshot import Snapshot, SnapshotHandle
 from actorsnap.state import objects
@@ -67,7 +69,7 @@ from actorsnap.state.sources import HostMemory
 from actorsnap.state.tree import escape
 from actorsnap.storage.base import RunBlocking, Storage
 from actorsnap.storage.registry import folder_and_name
-from actorsnap.tracebacks import short_traceback, shorten
+from actorsnap.tracebacks import short_traceback
 
 T = TypeVar("T")
 
@@ -297,15 +299,11 @@ def _run(
     if isinstance(snapshot, sync.Snapshot):
         return run_sync(whole, name=name)
 
-    async def awaited() -> ExportReport:
-        try:
-            return await run_async(whole)
-        except Exception as error:
-            shorten(error)
-            raise  # without this frame
-
-    awaited.__qualname__ = name  # in Python's warning if it is never awaited
-    return awaited()
+    coroutine = cast("CoroutineType[Any, Any, ExportReport]", run_async(whole))
+    coroutine.__qualname__ = name
+    caller = sys._getframe(3)  # of ``short_traceback``'s
+    place = caller.f_code, caller.f_lineno
+    return AsyncCall(coroutine, how_to_await(name), "nothing was exported", place)
 
 
 class ShardedStub(Stub, frozen=True, eq=False):

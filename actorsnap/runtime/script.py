@@ -602,6 +602,8 @@ class AsyncCall(Coroutine[Any, Any, T]):
 
     def _hint(self) -> str:
         name, dot, _ = self.__qualname__.partition(".")
+        if name.startswith("export_"):
+            return f"Write `{self._line}`, or pass a Snapshot of actorsnap.sync, without await"
         module = "actorsnap.manager.sync" if name == "CheckpointManager" else "actorsnap.sync"
         name = "Snapshot" if dot and name != "CheckpointManager" else name
         return f"Write `{self._line}`, or use `from {module} import {name}`, which needs no await"

@@ -19,6 +19,7 @@ import trio
 
 import actorsnap
 from actorsnap import Options, PendingSnapshot, Snapshot, StateDict, UsageError, snapshot, sync
+from actorsnap.interop.exports import export_dcp, export_torch
 from actorsnap.manager import CheckpointManager, every
 from tests.api.faults import Barrier, BarrierStorage, faulty, faulty_url
 from tests.api.places import number_of, state
@@ -143,6 +144,18 @@ def test_the_line_to_write_for_a_manager(tmp_path: Path, caplog: pytest.LogCaptu
         f"CheckpointManager.maybe_save('{tmp_path}') was never awaited: nothing happened. Write "
         "`await manager.maybe_save(...)`, or use `from actorsnap.manager.sync import "
         "CheckpointManager`, which needs no await"
+    ]
+
+
+def test_the_line_to_write_for_an_export(saved: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        export_torch(Snapshot(saved), "x.pt")
+    export_dcp(Snapshot(saved), "x")
+    assert caplog.messages == [
+        f"{name}() was never awaited: nothing was exported. Write `await "
+        f"{name}(actorsnap.Snapshot(...), ...)`, or pass a Snapshot of actorsnap.sync, without "
+        "await"
+        for name in ("export_torch", "export_dcp")
     ]
 
 
