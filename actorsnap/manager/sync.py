@@ -31,6 +31,7 @@ from actorsnap.manager.results import Given, Metrics
 from actorsnap.runtime.location import AppState
 from actorsnap.runtime.script import blocking_facade, follow_sync, refuse_running_loop, run_sync
 from actorsnap.sync import PendingSnapshot, Snapshot
+from actorsnap.tracebacks import short_traceback
 
 __all__ = [
     "CheckpointManager",
@@ -48,6 +49,7 @@ __all__ = [
 class CheckpointManager(ManagerHandle):
     """``actorsnap.manager.CheckpointManager`` for scripts."""
 
+    @short_traceback
     def __aenter__(self) -> NoReturn:
         raise UsageError(
             "write with CheckpointManager(...), or use the CheckpointManager of actorsnap.manager"
@@ -78,6 +80,7 @@ class CheckpointManager(ManagerHandle):
         metadata: Mapping[str, Any] | None = None,
     ) -> Decision:
         """See ``actorsnap.manager.CheckpointManager.maybe_save``."""
+        refuse_running_loop("CheckpointManager.maybe_save")  # also if it is not due
         given = Given(metrics, app_state, metadata)
         due = self._body.due(step, given)
         if due is None:

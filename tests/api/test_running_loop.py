@@ -112,6 +112,15 @@ async def test_a_manager_of_the_wrong_module_is_refused_at_its_begin(tmp_path: P
         raise AssertionError("the block must not begin")
 
 
+async def test_a_call_that_is_not_due_is_refused_too(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, state(1), save=every.steps(10))
+    for step in (0, 1):
+        await asyncio.to_thread(manager.maybe_save, step)
+    with pytest.raises(UsageError, match=r"Write `await manager\.maybe_save\(\.\.\.\)`"):
+        await manager.maybe_save(2)  # type: ignore[misc]
+    await asyncio.to_thread(manager.close)
+
+
 async def test_a_refusal_is_short(tmp_path: Path) -> None:
     try:
         raise KeyError("what the program was doing")
