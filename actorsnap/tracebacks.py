@@ -35,7 +35,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _OURS = "actorsnap"
-_OTHER_NAMES = {"dtype": "cast", "every": "save"}
+_OTHER_NAMES = {"dtype": "cast", "every": "save", "save_every": "save"}
 """Parameters by names that users expect and that are spelled unlike them."""
 
 _ABORTED = (SnapshotAborted, RestoreAborted)
@@ -54,7 +54,7 @@ def short_traceback(function: Callable[P, T], doc: str | None = None) -> Callabl
             return function(*args, **kwargs)
         except BaseException as error:  # of torch's CheckpointException, Exception is no base
             is_misuse = isinstance(error, TypeError) and not _fit(function, args, kwargs)
-            if is_misuse and (hint := _similar_parameters(function, kwargs)):
+            if is_misuse and (hint := _hint(function, args, kwargs)):
                 error.args = (f"{error}; {hint}",)
             shorten(error, is_misuse=is_misuse)
             raise  # without this frame
@@ -72,12 +72,17 @@ def _fit(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     return True
 
 
-def _similar_parameters(function: Callable[..., Any], kwargs: dict[str, Any]) -> str:
-    """Returns a question about the first name that is no parameter; empty if none is similar."""
+def _hint(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Returns advice about the first name that is no parameter, or about a metric; or nothing."""
     names = [*inspect.signature(function).parameters]
     near = {name: other for name, other in _OTHER_NAMES.items() if other in names}
-    unknown = [near.get(name, name) for name in kwargs if name not in names]
-    return next((did_you_mean(name, names) for name in unknown), "")
+    unknown = [name for name in kwargs if name not in names]
+    if hint := next((did_you_mean(near.get(name, name), names) for name in unknown), ""):
+        return hint
+    if "metrics" in names and (unknown or (args and isinstance(args[-1], dict))):
+        example = f"{{{unknown[0]!r}: ...}}" if unknown else "{...}"
+        return f"did you mean metrics={example}?"
+    return ""
 
 
 def short_namespace(kind: type[T]) -> type[T]:

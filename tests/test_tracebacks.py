@@ -285,6 +285,12 @@ async def not_awaited_attribute(path: Path) -> Any:
         return keys.count  # type: ignore[attr-defined]
 
 
+async def with_async(path: Path) -> None:
+    blocking: Any = managed(path)
+    async with blocking:
+        pass
+
+
 async def at_exit(path: Path) -> None:
     last: Any = StateDict(x=object())
     async with manager.CheckpointManager(path / "m", save=every.last(), options=FAST) as saver:
@@ -297,6 +303,7 @@ ASYNC_MISTAKES: dict[str, Callable[[Path], Awaitable[Any]]] = {
     "warm_up": lambda path: actorsnap.warm_up(-1),
     "export": lambda path: exports.export_torch(Snapshot(path / "no"), path / "x.pt"),
     "manager": at_exit,
+    "manager of actorsnap.manager.sync": with_async,
     "not awaited": not_awaited,
     "not awaited attribute": not_awaited_attribute,
 }
@@ -328,6 +335,14 @@ def test_misspelt_arguments() -> None:
         CheckpointManager("x", {}, sav=1)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"argument 'every'; did you mean 'save'\?"):
         CheckpointManager("x", {}, every=50)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"argument 'save_every'; did you mean 'save'\?"):
+        CheckpointManager("x", {}, save_every=50)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"argument 'loss'; did you mean metrics={'loss': ...}\?"):
+        CheckpointManager("x", {}).maybe_save(0, loss=1.0)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"were given; did you mean metrics={...}\?"):
+        CheckpointManager("x", {}).maybe_save(0, {"loss": 1.0})  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"argument 'metadat'; did you mean 'metadata'\?"):
+        CheckpointManager("x", {}).save(0, metadat={})  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"argument 'dtype'; did you mean 'cast'\?"):
         sync.Snapshot("x").restore({}, dtype=torch.bfloat16)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"argument 'dtype'$"):
