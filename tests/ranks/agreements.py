@@ -20,6 +20,7 @@ from actorsnap import Options
 from actorsnap.actors.agreeing import Agreement
 from actorsnap.format.manifest import COMMIT_KEY
 from actorsnap.manager import EventKind, every
+from actorsnap.manager.sync import CheckpointManager
 from actorsnap.protocol.agreement import Calls
 from actorsnap.protocol.messages import Proceed
 from actorsnap.transport.invitations import Invitations
@@ -191,6 +192,13 @@ def asks_last(me: Rank, path: str, whom: int, late: int) -> dict[str, Any]:
     return loop.end()
 
 
+def wait_until_agreed(manager: CheckpointManager) -> None:
+    deadline = time.monotonic() + 60.0
+    while not manager.status().last_agreement:
+        assert time.monotonic() < deadline, "nothing was agreed on"
+        time.sleep(0.01)
+
+
 def leaves(me: Rank, path: str, whom: int, is_agreed: bool) -> dict[str, Any]:
     """``whom`` leaves its block with an error; there is a request. Its process lives on."""
     loop = Loop(me, path, save=every.steps(10**6))
@@ -205,7 +213,8 @@ def leaves(me: Rank, path: str, whom: int, is_agreed: bool) -> dict[str, Any]:
             dist.barrier()
             if is_agreed and me.rank == 1:
                 loop.manager.request("before the end")
-            time.sleep(1.0)  # they agree on the next call
+            if is_agreed:  # on the next call
+                wait_until_agreed(loop.manager)
             if me.rank == whom:
                 if not is_agreed:
                     loop.manager.request("in vain")
